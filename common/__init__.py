@@ -1,0 +1,1 @@
+"""What coordinator, stage and client share: errors, settings, logs, RPC plumbing, frames, GGUF. No torch."""

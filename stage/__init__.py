@@ -1,0 +1,1 @@
+"""The stage daemon: serves a range of a model's layers on one device."""

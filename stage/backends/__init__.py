@@ -1,0 +1,1 @@
+"""How layers are computed: one interface (`base.py`) and one package a backend."""

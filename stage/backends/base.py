@@ -1,0 +1,113 @@
+"""What a backend is: the batch it is handed, and the calls a runner makes on it.
+
+A backend owns how weights lie in its memory and how a layer is computed; it knows nothing of sequences'
+lives, steps, links or the plan. Layers are opaque to their caller: `prepare_*` makes them, `run_*` takes
+them back. All tensors a backend hands out live on `backend.device`; hidden states are float32
+[rows, hidden_size], so that they cross a link without loss and a split model equals a whole one bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, TensorRef
+from stage.weights.quants import RawTensor
+
+RawTensors = Mapping[TensorRef, RawTensor]
+
+
+@dataclass(frozen=True)
+class BatchSequence:
+    """One sequence's rows in a batch: rows [row_start, row_start + num_rows) at consecutive positions."""
+
+    row_start: int
+    num_rows: int
+    start_position: int  # of its first row; the KV of all earlier positions is in the cache
+    block_table: np.ndarray  # int32 [blocks], block numbers in order of position; covers all its rows
+
+    @property
+    def context_length(self) -> int:
+        """Tokens it attends over after this batch."""
+        return self.start_position + self.num_rows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one forward, sequence after sequence; any mix of prefill chunks and decode rows."""
+
+    sequences: tuple[BatchSequence, ...]
+    positions: np.ndarray  # int32 [rows]
+    slots: np.ndarray  # int64 [rows]: block number * block size + offset, where each row's K and V go
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+
+def make_batch(sequences: Sequence[tuple[int, int, np.ndarray]], block_size: int) -> Batch:
+    """A batch of (start_position, num_rows, block_table) triples, in this order of rows."""
+    placed: list[BatchSequence] = []
+    positions: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
+    row = 0
+    for start, num_rows, block_table in sequences:
+        where = np.arange(start, start + num_rows, dtype=np.int32)
+        placed.append(BatchSequence(row, num_rows, start, block_table))
+        positions.append(where)
+        slots.append(block_table[where // block_size].astype(np.int64) * block_size + where % block_size)
+        row += num_rows
+    return Batch(tuple(placed), np.concatenate(positions), np.concatenate(slots))
+
+
+class KvCache(Protocol):
+    """Paged keys and values of the layers a stage holds; block numbers mean the same on every stage."""
+
+    block_size: int  # tokens a block
+    num_blocks: int
+    nbytes: int
+
+
+class Backend(Protocol):
+    """Computes layers on one device. Every method raises PipeLLMError subclasses for what it cannot do."""
+
+    name: str
+    device: torch.device
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuses, by name (UnsupportedModelError), a spec that asks for what this backend cannot do."""
+
+    def stored_bytes(self, raw: RawTensor) -> int:
+        """Bytes this backend will hold for a tensor once prepared."""
+
+    def kv_bytes_per_token(self, layer: LayerSpec) -> int:
+        """Bytes of K and V a token takes in one layer."""
+
+    def memory_budget_bytes(self) -> int:
+        """What weights and KV cache may take on this device now, a reserve left out."""
+
+    def prepare_embedding(self, spec: EmbeddingSpec, raw: RawTensors) -> Any: ...
+
+    def prepare_layer(self, spec: LayerSpec, raw: RawTensors) -> Any: ...
+
+    def prepare_head(self, spec: HeadSpec, raw: RawTensors) -> Any: ...
+
+    def allocate_kv(self, layers: Sequence[LayerSpec], num_blocks: int, block_size: int) -> KvCache: ...
+
+    def embed(self, embedding: Any, token_ids: np.ndarray) -> torch.Tensor:
+        """int32 [rows] -> float32 [rows, hidden_size]."""
+
+    def run_layer(
+        self, layer: Any, kv: KvCache, batch: Batch, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """float32 [rows, hidden_size] -> the same; appends the rows' K and V to `kv`. May work in place."""
+
+    def logits(self, head: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Final norm and output projection: float32 [n, hidden_size] -> float32 [n, vocab_size]."""
+
+    def close(self) -> None:
+        """Frees device memory and threads; the backend is not used again."""

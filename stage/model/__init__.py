@@ -1,0 +1,1 @@
+"""What a model is: metadata and tensor names turned into a declarative `ModelSpec`. No arithmetic."""
