@@ -1,0 +1,106 @@
+"""Settings of a daemon: one frozen dataclass, filled from flags > PIPELLM_* environment > TOML > defaults.
+
+Each field of the dataclass is one setting: `field(default=..., metadata={"help": ...})`. Its name gives the
+flag (`model_dir` is `--model-dir`), the variable (`PIPELLM_MODEL_DIR`) and the TOML key (`model_dir`).
+Types: str, int, float, bool, and tuple[str, ...] (a repeated flag, a TOML list, an os.pathsep-separated
+variable). Unknown keys are errors. What a value means, and "auto", is the daemon's business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.errors import ConfigError
+
+ENV_PREFIX = "PIPELLM_"
+
+T = TypeVar("T")
+
+
+def load(
+    cls: type[T], description: str, argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ
+) -> T:
+    """The settings of this process. Raises ConfigError naming the source and key of a bad value."""
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="TOML file with any of these settings")
+    for field in fields:
+        _add_flag(parser, field, hints[field.name])
+    flags = vars(parser.parse_args(argv))
+    config = flags.pop("config") or env.get(ENV_PREFIX + "CONFIG")
+    values: dict[str, Any] = {}
+    if config:
+        values.update(_from_toml(Path(config), hints))
+    for field in fields:
+        name = ENV_PREFIX + field.name.upper()
+        if name in env:
+            values[field.name] = _parse(env[name], hints[field.name], f"environment variable {name}")
+    values.update((name, _frozen(value)) for name, value in flags.items() if value is not None)
+    return cls(**values)
+
+
+def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Any) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    default = field.default if field.default not in ("", ()) else "none"
+    text = f"{field.metadata.get('help', '')} (default: {default})".replace("%", "%%")
+    if kind is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+    elif _is_tuple(kind):
+        parser.add_argument(flag, action="append", default=None, help=text, metavar="VALUE")
+    else:
+        parser.add_argument(flag, type=kind, default=None, help=text, metavar=kind.__name__.upper())
+
+
+def _from_toml(path: Path, hints: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config {path}: {error}") from error
+    for key, value in table.items():
+        if key not in hints:
+            known = ", ".join(sorted(hints))
+            raise ConfigError(f"config {path}: unknown key {key!r}; known are {known}")
+        table[key] = _checked(value, hints[key], f"config {path}: key {key!r}")
+    return table
+
+
+def _checked(value: Any, kind: Any, where: str) -> Any:
+    if _is_tuple(kind):
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif type(value) is kind:
+        return value
+    wanted = "a list of strings" if _is_tuple(kind) else kind.__name__
+    raise ConfigError(f"{where} is {value!r}, expected {wanted}")
+
+
+def _parse(text: str, kind: Any, where: str) -> Any:
+    if _is_tuple(kind):
+        return tuple(part for part in text.split(os.pathsep) if part)
+    if kind is bool:
+        words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if text.lower() not in words:
+            raise ConfigError(f"{where} is {text!r}, expected one of {', '.join(words)}")
+        return words[text.lower()]
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{where} is {text!r}, expected {kind.__name__}") from None
+
+
+def _is_tuple(kind: Any) -> bool:
+    return typing.get_origin(kind) is tuple
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
