@@ -1,0 +1,1 @@
+"""Model files: the GGUF reader, the tokenizer and the chat template a file carries. No torch."""
