@@ -199,7 +199,8 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeregisterStage(self, request, context):
-        """Ends a stage's lease at once (clean stop). Unknown leases are no error.
+        """Ends a stage's lease (clean stop): running requests may finish within the drain time first, then the
+        answer comes. Unknown leases are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,14 +46,16 @@ class DescribeResponse(_message.Message):
     def __init__(self, stage_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[_Union[_model_pb2.DeviceInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., busy_fraction: _Optional[float] = ..., num_kv_blocks: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
-    __slots__ = ("model_path", "fingerprint", "context_length")
+    __slots__ = ("model_path", "fingerprint", "context_length", "model_file")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FILE_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     fingerprint: str
     context_length: int
-    def __init__(self, model_path: _Optional[str] = ..., fingerprint: _Optional[str] = ..., context_length: _Optional[int] = ...) -> None: ...
+    model_file: str
+    def __init__(self, model_path: _Optional[str] = ..., fingerprint: _Optional[str] = ..., context_length: _Optional[int] = ..., model_file: _Optional[str] = ...) -> None: ...
 
 class ProfileResponse(_message.Message):
     __slots__ = ("fingerprint", "num_layers", "hidden_size", "vocab_size", "context_length", "layer_decode_s", "layer_prefill_s_per_row", "embedding_s", "head_s", "layer_weight_bytes", "layer_kv_bytes_per_token", "embedding_bytes", "head_bytes", "memory_budget_bytes", "kv_block_size")
@@ -90,7 +92,7 @@ class ProfileResponse(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., layer_decode_s: _Optional[float] = ..., layer_prefill_s_per_row: _Optional[float] = ..., embedding_s: _Optional[float] = ..., head_s: _Optional[float] = ..., layer_weight_bytes: _Optional[_Iterable[int]] = ..., layer_kv_bytes_per_token: _Optional[_Iterable[int]] = ..., embedding_bytes: _Optional[int] = ..., head_bytes: _Optional[int] = ..., memory_budget_bytes: _Optional[int] = ..., kv_block_size: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("epoch", "model_path", "fingerprint", "layer_start", "layer_end", "embedding", "head", "num_kv_blocks", "kv_block_size", "context_length", "max_step_tokens", "max_sequences")
+    __slots__ = ("epoch", "model_path", "fingerprint", "layer_start", "layer_end", "embedding", "head", "num_kv_blocks", "kv_block_size", "context_length", "max_step_tokens", "max_sequences", "model_file")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +105,7 @@ class LoadRequest(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FILE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     model_path: str
     fingerprint: str
@@ -115,7 +118,8 @@ class LoadRequest(_message.Message):
     context_length: int
     max_step_tokens: int
     max_sequences: int
-    def __init__(self, epoch: _Optional[int] = ..., model_path: _Optional[str] = ..., fingerprint: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., embedding: _Optional[bool] = ..., head: _Optional[bool] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., context_length: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ...) -> None: ...
+    model_file: str
+    def __init__(self, epoch: _Optional[int] = ..., model_path: _Optional[str] = ..., fingerprint: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., embedding: _Optional[bool] = ..., head: _Optional[bool] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., context_length: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., model_file: _Optional[str] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ("bytes_done", "bytes_total", "loaded", "weight_bytes", "kv_bytes")
@@ -140,14 +144,16 @@ class UnloadResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachLinkRequest(_message.Message):
-    __slots__ = ("epoch", "next_stage_id", "next_address")
+    __slots__ = ("epoch", "next_stage_id", "next_address", "next_window")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEXT_STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_WINDOW_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     next_stage_id: str
     next_address: str
-    def __init__(self, epoch: _Optional[int] = ..., next_stage_id: _Optional[str] = ..., next_address: _Optional[str] = ...) -> None: ...
+    next_window: int
+    def __init__(self, epoch: _Optional[int] = ..., next_stage_id: _Optional[str] = ..., next_address: _Optional[str] = ..., next_window: _Optional[int] = ...) -> None: ...
 
 class AttachLinkResponse(_message.Message):
     __slots__ = ("carrier", "round_trip_s")

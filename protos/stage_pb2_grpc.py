@@ -120,9 +120,9 @@ class StageServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """The coordinator's steps, in order; results and acknowledgements come back as they happen. One at a
-        time: a second stream of a newer epoch ends the first. The first message carries the epoch.
-        FAILED_PRECONDITION: another epoch is loaded. INVALID_ARGUMENT: a step that contradicts the stage's
+        """The coordinator's steps, in order; results and acknowledgements come back as they happen. The first
+        message carries the epoch; one stream an epoch, and the epoch ends with it.
+        FAILED_PRECONDITION: another epoch is loaded, or it has a stream. INVALID_ARGUMENT: a step that contradicts the stage's
         state (unknown sequence, block out of range). DATA_LOSS: link trouble.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -1,0 +1,1 @@
+"""How frames get from one stage to the next: one interface (`base.py`), one file a carrier."""

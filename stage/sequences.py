@@ -1,0 +1,156 @@
+"""What a stage remembers of the sequences it serves: tokens, block tables, options, steps still to run.
+
+Step descriptions arrive in the order they were issued; what they say of tokens and blocks is entered on
+arrival. A freed sequence is forgotten when its last step has run, since steps of different groups may run
+in another order than they were issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from common.errors import InvalidRequestError
+from protos import stage_pb2
+from stage.sampler import SamplingOptions
+
+_GROWTH = 64
+
+
+class Sequence:
+    """One sequence: `tokens[p]` is the token at position p as far as this stage knows it."""
+
+    def __init__(self, options: SamplingOptions) -> None:
+        self.options = options
+        self.tokens: list[int] = []
+        self.pending_steps = 0
+        self.freed = False
+        self._blocks = np.zeros(_GROWTH, dtype=np.int32)
+        self._num_blocks = 0
+
+    @property
+    def block_table(self) -> np.ndarray:
+        return self._blocks[: self._num_blocks]
+
+    def add_blocks(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if self._num_blocks == len(self._blocks):
+                self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
+            self._blocks[self._num_blocks] = block
+            self._num_blocks += 1
+
+    def set_tokens(self, position: int, tokens: Iterable[int]) -> None:
+        """Enters tokens from `position` on. The same token may arrive twice (by ring and by description)."""
+        if position > len(self.tokens):
+            return  # a stage inside the ring is never told drawn tokens, and needs none
+        for at, token in enumerate(tokens, position):
+            if at < len(self.tokens):
+                self.tokens[at] = token
+            else:
+                self.tokens.append(token)
+
+
+class SequenceTable:
+    """All live sequences of a stage, with every step's claims checked before they are believed."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_step_tokens: int, vocab_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_step_tokens = max_step_tokens
+        self.vocab_size = vocab_size
+        self._live: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __getitem__(self, sequence_id: int) -> Sequence:
+        return self._live[sequence_id]
+
+    def get(self, sequence_id: int) -> Sequence | None:
+        return self._live.get(sequence_id)
+
+    @property
+    def blocks_in_use(self) -> int:
+        """Distinct blocks that live sequences' tables name."""
+        if not self._live:
+            return 0
+        return len(np.unique(np.concatenate([sequence.block_table for sequence in self._live.values()])))
+
+    def enter(self, step: stage_pb2.Step) -> None:
+        """Takes in a step's description. Raises InvalidRequestError for one that contradicts this state."""
+        where = f"step {step.step_id}"
+        if step.repeat < 1:
+            raise InvalidRequestError(f"{where}: repeat is {step.repeat}, at least 1 is needed")
+        if sum(item.num_tokens for item in step.items) > self.max_step_tokens:
+            raise InvalidRequestError(f"{where}: more than the {self.max_step_tokens} tokens agreed at load")
+        for sequence_id in step.freed_sequence_ids:
+            sequence = self._live.get(sequence_id)
+            if sequence is None:
+                raise InvalidRequestError(f"{where}: frees sequence {sequence_id}, which is not here")
+            sequence.freed = True
+            self._forget_if_done(sequence_id, sequence)
+        for item in step.items:
+            self._enter_item(item, step.repeat, where)
+
+    def _enter_item(self, item: stage_pb2.StepItem, repeat: int, where: str) -> None:
+        where = f"{where}: sequence {item.sequence_id}"
+        sequence = self._live.get(item.sequence_id)
+        if item.HasField("start"):
+            if sequence is not None:
+                raise InvalidRequestError(f"{where} starts twice")
+            sequence = self._live[item.sequence_id] = Sequence(_options(item.start))
+            sequence.set_tokens(0, item.start.prior_token_ids)
+        elif sequence is None or sequence.freed:
+            raise InvalidRequestError(f"{where} is not here")
+        if any(block >= self.num_blocks for block in item.new_blocks):
+            raise InvalidRequestError(f"{where}: block {max(item.new_blocks)} of {self.num_blocks}")
+        sequence.add_blocks(item.new_blocks)
+        end = item.start_position + item.num_tokens + repeat - 1
+        if item.num_tokens < 1 or end > len(sequence.block_table) * self.block_size:
+            held = f"{len(sequence.block_table)} blocks of {self.block_size}"
+            raise InvalidRequestError(f"{where}: {item.num_tokens} tokens up to position {end} in {held}")
+        if any(not 0 <= p - item.start_position < item.num_tokens for p in item.sample_positions):
+            raise InvalidRequestError(f"{where}: samples {list(item.sample_positions)}, not of its tokens")
+        single = item.num_tokens == 1 and list(item.sample_positions) == [item.start_position]
+        if (repeat > 1 or item.from_ring) and not single:
+            raise InvalidRequestError(f"{where}: only a single sampled row can repeat or come from the ring")
+        if not item.from_ring:
+            if len(item.token_ids) != item.num_tokens:
+                raise InvalidRequestError(f"{where}: {len(item.token_ids)} ids for {item.num_tokens} rows")
+            if max(item.token_ids) >= self.vocab_size:
+                raise InvalidRequestError(f"{where}: token id {max(item.token_ids)} of {self.vocab_size}")
+            if item.HasField("truncate_to"):
+                del sequence.tokens[item.truncate_to :]
+            sequence.set_tokens(item.start_position, item.token_ids)
+        sequence.pending_steps += 1
+
+    def step_done(self, step: stage_pb2.Step) -> None:
+        for item in step.items:
+            sequence = self._live[item.sequence_id]
+            sequence.pending_steps -= 1
+            self._forget_if_done(item.sequence_id, sequence)
+
+    def _forget_if_done(self, sequence_id: int, sequence: Sequence) -> None:
+        if sequence.freed and not sequence.pending_steps:
+            del self._live[sequence_id]
+
+
+def _options(start: stage_pb2.SequenceStart) -> SamplingOptions:
+    sampling = start.sampling
+    return SamplingOptions(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        typical_p=sampling.typical_p,
+        repeat_penalty=sampling.repeat_penalty,
+        repeat_last_n=sampling.repeat_last_n,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        logit_bias=tuple((bias.token_id, bias.bias) for bias in sampling.logit_bias),
+        banned_token_ids=tuple(sampling.banned_token_ids),
+        logprobs=start.logprobs,
+        top_logprobs=start.top_logprobs,
+    )

@@ -1,0 +1,97 @@
+import pytest
+
+from common.errors import InvalidRequestError
+from protos import stage_pb2
+from stage.sequences import SequenceTable
+
+
+def table():
+    return SequenceTable(num_blocks=8, block_size=4, max_step_tokens=16, vocab_size=100)
+
+
+def first_step(**changes):
+    item = {
+        "sequence_id": 1, "start_position": 0, "num_tokens": 3, "token_ids": [5, 6, 7],
+        "sample_positions": [2], "new_blocks": [3], "start": stage_pb2.SequenceStart(),
+    }  # fmt: skip
+    item.update(changes)
+    return stage_pb2.Step(step_id=1, repeat=1, items=[stage_pb2.StepItem(**item)])
+
+
+def decode_step(position, step_id=2, repeat=1, **changes):
+    item = stage_pb2.StepItem(
+        sequence_id=1, start_position=position, num_tokens=1, from_ring=True, sample_positions=[position]
+    )
+    item.MergeFrom(stage_pb2.StepItem(**changes))
+    return stage_pb2.Step(step_id=step_id, repeat=repeat, items=[item])
+
+
+def test_tokens_and_blocks_are_entered_in_order():
+    sequences = table()
+    sequences.enter(first_step())
+    sequences[1].set_tokens(3, [8])
+    sequences.enter(decode_step(3))
+    sequences[1].set_tokens(4, [9])
+    sequences.enter(decode_step(4, step_id=3, repeat=4, new_blocks=[0]))
+    assert sequences[1].tokens == [5, 6, 7, 8, 9]
+    assert sequences[1].block_table.tolist() == [3, 0]
+    assert sequences.blocks_in_use == 2
+
+
+def test_a_token_may_come_by_ring_and_by_description():
+    sequences = table()
+    sequences.enter(first_step())
+    sequences[1].set_tokens(3, [8])
+    sequences[1].set_tokens(3, [8])
+    assert sequences[1].tokens == [5, 6, 7, 8]
+
+
+def test_a_freed_sequence_stays_until_its_last_step_has_run():
+    sequences = table()
+    started = first_step()
+    sequences.enter(started)
+    sequences.enter(stage_pb2.Step(step_id=2, repeat=1, freed_sequence_ids=[1]))
+    assert len(sequences) == 1
+    with pytest.raises(InvalidRequestError, match="not here"):
+        sequences.enter(decode_step(3, step_id=3))
+    sequences.step_done(started)
+    assert len(sequences) == 0 and sequences.blocks_in_use == 0
+
+
+def test_reused_prefix_tokens_are_known():
+    sequences = table()
+    start = stage_pb2.SequenceStart(prior_token_ids=[1, 2, 3, 4])
+    sequences.enter(first_step(start=start, start_position=4, sample_positions=[6], new_blocks=[2, 5]))
+    assert sequences[1].tokens == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"new_blocks": [8]}, "block 8 of 8"),
+        ({"new_blocks": []}, "0 blocks of 4"),
+        ({"num_tokens": 17}, "more than the 16"),
+        ({"num_tokens": 0, "token_ids": []}, "0 tokens"),
+        ({"token_ids": [1]}, "1 ids for 3 rows"),
+        ({"token_ids": [1, 2, 100]}, "token id 100 of 100"),
+        ({"sample_positions": [3]}, "not of its tokens"),
+        ({"start": None}, "not here"),
+        ({"from_ring": True}, "only a single sampled row"),
+    ],
+)
+def test_a_step_that_contradicts_the_state_is_refused(changes, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        table().enter(first_step(**changes))
+
+
+def test_frees_and_repeats_are_checked():
+    sequences = table()
+    with pytest.raises(InvalidRequestError, match="frees sequence 9"):
+        sequences.enter(stage_pb2.Step(step_id=1, repeat=1, freed_sequence_ids=[9]))
+    with pytest.raises(InvalidRequestError, match="repeat is 0"):
+        sequences.enter(stage_pb2.Step(step_id=1))
+    sequences.enter(first_step())
+    with pytest.raises(InvalidRequestError, match="starts twice"):
+        sequences.enter(first_step())
+    with pytest.raises(InvalidRequestError, match="up to position 7"):
+        sequences.enter(decode_step(3, repeat=4))
