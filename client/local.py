@@ -40,6 +40,10 @@ class LocalMesh:
     enters must outlive the mesh.
     """
 
+    client: Client  # closed with the mesh
+    plan: Plan
+    model: Model
+
     def __init__(
         self,
         model: str | Path,
@@ -51,21 +55,11 @@ class LocalMesh:
     ) -> None:
         self.model_path = Path(os.path.abspath(model))
         self.devices = ["cpu"] * stages if stages else _default_devices()
-        self.plan: Plan | None = None
-        self.model: Model | None = None
         self._context_length = context_length
         self._threads = threads or max(1, len(os.sched_getaffinity(0)) // len(self.devices))
         self._on_event = on_event
         self._children: list[ChildProcess] = []
         self._folder: Path | None = None
-        self._client: Client | None = None
-
-    @property
-    def client(self) -> Client:
-        """A client of this mesh, closed with it."""
-        if self._client is None:
-            raise RuntimeError("the mesh has not been started")
-        return self._client
 
     @property
     def pids(self) -> list[int]:
@@ -91,9 +85,9 @@ class LocalMesh:
 
     def stop(self) -> None:
         """Stops every daemon and removes the folder. May be called more than once."""
-        if self._client:
-            self._client.close()
         try:
+            if self._children:
+                self.client.close()
             stop_all(self._children, STOP_GRACE_S)
         finally:
             self._children = []
@@ -115,7 +109,7 @@ class LocalMesh:
 
     def _spawn(self, folder: Path) -> None:
         address = f"unix:{folder}/coordinator.sock"
-        self._client = Client(address)
+        self.client = Client(address)
         arguments = ["--listen", address, "--model-dir", str(_model_folder(folder, self.model_path))]
         self._add(folder, "coordinator", "coordinator", arguments)
         for index, device in enumerate(self.devices):
@@ -133,7 +127,8 @@ class LocalMesh:
         return len(registered) == len(self.devices)
 
     def _load(self) -> None:
-        with self.client.load_model(_model_name(self.model_path), context_length=self._context_length) as events:
+        name = _model_name(self.model_path)
+        with self.client.load_model(name, context_length=self._context_length) as events:
             for event in events:
                 if isinstance(event, Plan):
                     self.plan = event
