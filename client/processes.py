@@ -107,8 +107,11 @@ def stop_all(children: Iterable[ChildProcess], grace_s: float) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without PIPELLM_*, which is meant for daemons started by hand."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PIPELLM_")}
+    """This process's environment without the settings in it, which are meant for daemons started by hand."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIPELLM_")}
+    if "PIPELLM_CACHE" in os.environ:
+        kept["PIPELLM_CACHE"] = os.environ["PIPELLM_CACHE"]
+    return kept
 
 
 def _readable(line: str) -> str:
