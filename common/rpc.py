@@ -221,6 +221,8 @@ class _ErrorInterceptor(grpc.ServerInterceptor):
         def stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             try:
                 yield from inner(request, context)
+            except grpc.RpcError:  # the caller went away; gRPC knows
+                raise
             except Exception as error:
                 fail(error, context)
 

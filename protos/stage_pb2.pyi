@@ -144,16 +144,20 @@ class UnloadResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachLinkRequest(_message.Message):
-    __slots__ = ("epoch", "next_stage_id", "next_address", "next_window")
+    __slots__ = ("epoch", "next_stage_id", "next_address", "next_window", "next_instance_id", "next_boot_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEXT_STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NEXT_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    NEXT_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    NEXT_BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     next_stage_id: str
     next_address: str
     next_window: int
-    def __init__(self, epoch: _Optional[int] = ..., next_stage_id: _Optional[str] = ..., next_address: _Optional[str] = ..., next_window: _Optional[int] = ...) -> None: ...
+    next_instance_id: str
+    next_boot_id: str
+    def __init__(self, epoch: _Optional[int] = ..., next_stage_id: _Optional[str] = ..., next_address: _Optional[str] = ..., next_window: _Optional[int] = ..., next_instance_id: _Optional[str] = ..., next_boot_id: _Optional[str] = ...) -> None: ...
 
 class AttachLinkResponse(_message.Message):
     __slots__ = ("carrier", "round_trip_s")

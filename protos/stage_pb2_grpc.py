@@ -104,7 +104,8 @@ class StageServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AttachLink(self, request, context):
-        """Dials the next stage of the ring and proves the link with real bytes there and back.
+        """Dials the next stage of the ring by the best carrier both have, and proves the link with real bytes
+        there and back; where that fails, the next carrier is taken.
         FAILED_PRECONDITION: another epoch is loaded. UNAVAILABLE: the peer cannot be reached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

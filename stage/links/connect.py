@@ -1,0 +1,24 @@
+"""Chooses the carrier of a link: the fastest that both ends have and that passes its self-test."""
+
+from __future__ import annotations
+
+from common.errors import PipeLLMError
+from common.log import get_logger
+from protos import stage_pb2
+from stage.links.base import Link, OnBroken
+from stage.links.grpc_link import GrpcLink
+from stage.links.shm_link import ShmLink
+
+
+def connect(
+    request: stage_pb2.AttachLinkRequest, boot_id: str, max_payload_bytes: int, on_broken: OnBroken
+) -> Link:
+    """The link that `request` asks for. Raises UnavailableError when no carrier reaches the next stage."""
+    if request.next_boot_id == boot_id:
+        try:
+            return ShmLink(
+                request.next_instance_id, request.epoch, request.next_window, max_payload_bytes, on_broken
+            )
+        except PipeLLMError as error:
+            get_logger().warning("link_falls_back", to="grpc", reason=str(error))
+    return GrpcLink(request.next_address, request.epoch, request.next_window, on_broken)

@@ -1,0 +1,137 @@
+"""Both carriers over real sockets: order, self-test, damage, and what happens when an end goes away."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from common import rpc
+from common.errors import PipeLLMError, UnavailableError
+from common.wire import Frame, FrameKind
+from protos import stage_pb2, stage_pb2_grpc
+from stage.links import grpc_link
+from stage.links.connect import connect
+from stage.links.grpc_link import GrpcLink
+from stage.links.shm_link import ShmLink, ShmListener
+
+TIMEOUT_S = 10
+
+
+class Receiver(stage_pb2_grpc.StageServiceServicer):
+    """A process's two receiving halves, with what arrived and why a link ended."""
+
+    def __init__(self, address: str) -> None:
+        self.instance_id = uuid.uuid4().hex
+        self.frames: queue.Queue[Frame] = queue.Queue()
+        self.refuse: PipeLLMError | None = None
+        self.shm = ShmListener(self.instance_id, self.accept)
+        self.server, _ = rpc.make_server("pipellm.v1.StageService", 4)
+        stage_pb2_grpc.add_StageServiceServicer_to_server(self, self.server)
+        self.address = rpc.listen(self.server, address)
+        self.server.start()
+
+    def accept(self, frame: Frame) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        self.frames.put(frame)
+
+    def StreamFrames(self, request_iterator, context):
+        yield from grpc_link.serve(request_iterator, self.accept)
+
+    def close(self) -> None:
+        self.shm.close()
+        self.server.stop(0).wait()
+
+
+@pytest.fixture
+def receiver(tmp_path):
+    end = Receiver(f"unix:{tmp_path}/r.sock")
+    yield end
+    end.close()
+
+
+@pytest.fixture(params=["grpc", "shm"])
+def make_link(request, receiver):
+    made = []
+
+    def make(on_broken=lambda error: None):
+        if request.param == "grpc":
+            link = GrpcLink(receiver.address, 1, 2, on_broken)
+        else:
+            link = ShmLink(receiver.instance_id, 1, 2, 3_000_000, on_broken)
+        made.append(link)
+        return link
+
+    yield make
+    for link in made:
+        link.close()
+
+
+def hidden(rows: int, step_id: int = 1) -> Frame:
+    payload = np.random.default_rng(step_id).standard_normal((rows, 576)).astype(np.float32)
+    return Frame(FrameKind.HIDDEN_STATES, 1, step_id, 0, payload)
+
+
+def test_frames_arrive_whole_and_in_order(make_link, receiver):
+    link = make_link()
+    assert link.round_trip_s > 0
+    sent = [hidden(1 + 97 * (index % 13), index) for index in range(120)]
+    for frame in sent:
+        link.send(frame)
+    for frame in sent:
+        got = receiver.frames.get(timeout=TIMEOUT_S)
+        assert (got.kind, got.epoch, got.step_id, got.window) == (frame.kind, 1, frame.step_id, 2)
+        assert got.payload.tobytes() == frame.payload.tobytes()
+
+
+def test_a_receiver_that_goes_away_is_told_once(make_link, receiver):
+    broken: queue.Queue[PipeLLMError] = queue.Queue()
+    make_link(broken.put)
+    receiver.close()
+    assert isinstance(broken.get(timeout=TIMEOUT_S), UnavailableError)
+    assert broken.empty()
+
+
+def test_a_refused_frame_breaks_the_link(make_link, receiver):
+    broken: queue.Queue[PipeLLMError] = queue.Queue()
+    link = make_link(broken.put)
+    receiver.refuse = UnavailableError("no such epoch here")
+    link.send(hidden(1))
+    assert isinstance(broken.get(timeout=TIMEOUT_S), PipeLLMError)
+
+
+def test_closing_is_quiet_and_leaves_no_thread(make_link):
+    before = threading.active_count()
+    broken: queue.Queue[PipeLLMError] = queue.Queue()
+    link = make_link(broken.put)
+    link.close()
+    link.close()
+    assert broken.empty()
+    assert threading.active_count() <= before + 2  # the receiver's own handler may still be ending
+
+
+def test_an_absent_peer_is_an_error_and_not_a_wait(tmp_path):
+    with pytest.raises(UnavailableError):
+        ShmLink("nobody", 1, 0, 1000, lambda error: None)
+
+
+def test_the_fastest_carrier_that_works_is_taken(receiver):
+    request = stage_pb2.AttachLinkRequest(
+        epoch=1, next_address=receiver.address, next_instance_id=receiver.instance_id, next_boot_id="here"
+    )
+    for boot_id, instance_id, carrier in (
+        ("here", receiver.instance_id, "shm"),
+        ("elsewhere", receiver.instance_id, "grpc"),
+        ("here", "nobody", "grpc"),
+    ):
+        request.next_instance_id = instance_id
+        link = connect(request, boot_id, 1000, lambda error: None)
+        assert link.carrier == carrier
+        link.send(replace(hidden(1), payload=np.zeros((1, 3), np.float32)))
+        assert receiver.frames.get(timeout=TIMEOUT_S).payload.shape == (1, 3)
+        link.close()
