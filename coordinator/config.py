@@ -1,0 +1,57 @@
+"""Settings of the coordinator daemon."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+
+from common import rpc
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig:
+    listen: str = field(default="127.0.0.1:7070", metadata={"help": "host:port or unix:/path to serve on"})
+    metrics_listen: str = field(default="", metadata={"help": "host:port for Prometheus to scrape"})
+    model_dir: tuple[str, ...] = field(
+        default=(), metadata={"help": "a directory of GGUF files; nothing outside is opened"}
+    )
+    model: str = field(default="", metadata={"help": "model to load once enough stages are there"})
+    min_stages: int = field(default=1, metadata={"help": "stages to wait for before a model is loaded"})
+    context_length: int = field(
+        default=0, metadata={"help": "tokens a sequence may hold; 0: the model's limit, or what fits"}
+    )
+    kv_block_size: int = field(default=16, metadata={"help": "tokens in a KV block"})
+    max_step_tokens: int = field(default=512, metadata={"help": "rows of one forward at most"})
+    max_sequences: int = field(default=32, metadata={"help": "sequences computed at once"})
+    max_waiting: int = field(default=256, metadata={"help": "requests that may queue"})
+    run_ahead: int = field(default=8, metadata={"help": "decode steps issued ahead of their results"})
+    repeat: int = field(default=4, metadata={"help": "decode steps in one message"})
+    lease_s: float = field(default=3.0, metadata={"help": "a stage silent for so long is lost"})
+    load_timeout_s: float = field(default=1800.0, metadata={"help": "longest load of a model"})
+    drain_s: float = field(default=10.0, metadata={"help": "time for running requests at a clean stop"})
+    log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
+
+    def checked(self) -> CoordinatorConfig:
+        """The same with directories made absolute. Raises ConfigError naming the setting."""
+        rpc.check_address(self.listen)
+        if self.metrics_listen:
+            rpc.check_address(self.metrics_listen)
+        for name, least in (
+            ("min_stages", 1), ("context_length", 0), ("kv_block_size", 1), ("max_step_tokens", 1),
+            ("max_sequences", 1), ("max_waiting", 0), ("run_ahead", 1), ("repeat", 1),
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}, at least {least} is needed")
+        for name in ("lease_s", "load_timeout_s"):
+            if not getattr(self, name) >= 0.1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, at least 0.1 is needed")
+        if not self.drain_s >= 0:
+            raise ConfigError(f"drain_s is {self.drain_s}, it cannot be negative")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(f"log_level is {self.log_level!r}, expected debug, info, warning or error")
+        for directory in self.model_dir:
+            if not os.path.isdir(directory):
+                raise ConfigError(f"model_dir {directory!r} is not a directory")
+        directories = tuple(os.path.abspath(directory) for directory in self.model_dir)
+        return replace(self, model_dir=directories)

@@ -1,0 +1,112 @@
+"""Which stages there are: registration, leases, and the channels to them.
+
+Time is handed in (seconds of a monotonic clock). What is loaded on a stage is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from common import rpc
+from common.errors import InvalidRequestError, NotReadyError
+from protos import coordinator_pb2, model_pb2, stage_pb2_grpc
+
+
+@dataclass
+class Member:
+    """A registered stage. Compared by identity: a restarted stage is another member."""
+
+    stage_id: str
+    instance_id: str
+    address: str
+    device: model_pb2.DeviceInfo
+    expires_at: float
+    channel: grpc.aio.Channel
+    stub: stage_pb2_grpc.StageServiceAsyncStub
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@dataclass(frozen=True)
+class Departed:
+    """A stage that was here, for `status`."""
+
+    stage_id: str
+    address: str
+    device: model_pb2.DeviceInfo
+    reason: str
+
+
+class Membership:
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._members: dict[str, Member] = {}
+        self._departed: dict[str, Departed] = {}
+        self._replaced: set[str] = set()  # instances that another one of the same id took over from
+
+    @property
+    def members(self) -> list[Member]:
+        """In order of stage_id."""
+        return [self._members[stage_id] for stage_id in sorted(self._members)]
+
+    @property
+    def departed(self) -> list[Departed]:
+        return [self._departed[stage_id] for stage_id in sorted(self._departed)]
+
+    def register(
+        self, request: coordinator_pb2.RegisterStageRequest, now: float
+    ) -> tuple[Member, bool, Member | None]:
+        """Registers a stage or renews its lease: the member, whether it is new, and the one it took over
+        from, if any.
+
+        Raises NotReadyError for another protocol version or a second stage under a living one's id,
+        InvalidRequestError for an address that cannot be dialled."""
+        if request.protocol_version != rpc.PROTOCOL_VERSION:
+            raise NotReadyError(
+                f"stage {request.stage_id!r} speaks protocol version {request.protocol_version}, this "
+                f"coordinator {rpc.PROTOCOL_VERSION}; run the same PipeLLM release on both"
+            )
+        if not request.stage_id or not request.instance_id:
+            raise InvalidRequestError("RegisterStage: stage_id and instance_id must not be empty")
+        if request.instance_id in self._replaced:
+            raise NotReadyError(
+                f"another stage has registered as {request.stage_id!r} since; give each its own --stage-id"
+            )
+        address = rpc.check_address(request.address)
+        member = self._members.get(request.stage_id)
+        previous = None
+        is_new = False
+        if member is None or member.instance_id != request.instance_id or member.address != address:
+            is_new, previous = True, member
+            if previous is not None and previous.instance_id != request.instance_id:
+                self._replaced.add(previous.instance_id)
+            channel = rpc.dial_async(address)
+            member = Member(
+                request.stage_id, request.instance_id, address, request.device, now, channel,
+                stage_pb2_grpc.StageServiceStub(channel),
+            )  # fmt: skip
+            self._members[request.stage_id] = member
+            self._departed.pop(request.stage_id, None)
+        member.device = request.device
+        member.expires_at = now + self._lease_s
+        return member, is_new, previous
+
+    def find(self, stage_id: str, instance_id: str) -> Member | None:
+        member = self._members.get(stage_id)
+        return member if member is not None and member.instance_id == instance_id else None
+
+    def expired(self, now: float) -> list[Member]:
+        return [member for member in self.members if member.expires_at < now]
+
+    def remove(self, member: Member, reason: str) -> None:
+        """Forgets a member (it may register again); the caller closes its channel."""
+        if self._members.get(member.stage_id) is member:
+            del self._members[member.stage_id]
+            self._departed[member.stage_id] = Departed(
+                member.stage_id, member.address, member.device, reason
+            )

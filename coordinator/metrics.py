@@ -1,0 +1,67 @@
+"""Counters of the coordinator: token rates for `status`, and the same numbers for Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+_WINDOW_S = 10.0
+
+
+class Rate:
+    """Events a second over the last `_WINDOW_S` seconds in which there were any."""
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[float, int]] = deque()
+
+    def add(self, count: int, now: float) -> None:
+        self._events.append((now, count))
+        self._expire(now)
+
+    def per_second(self, now: float) -> float:
+        self._expire(now)
+        if len(self._events) < 2:
+            return 0.0
+        span = max(now - self._events[0][0], 1e-3)
+        return sum(count for _, count in self._events) / span
+
+    def _expire(self, now: float) -> None:
+        while self._events and self._events[0][0] < now - _WINDOW_S:
+            self._events.popleft()
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.prefill = Rate()
+        self.decode = Rate()
+        self.requests_finished = 0
+        self.tokens_generated = 0
+        self._finished = Counter(
+            "pipellm_requests_finished", "Requests ended, by reason", ["reason"], registry=self.registry
+        )
+        self._generated = Counter("pipellm_tokens_generated", "Tokens generated", registry=self.registry)
+        self._prompt = Counter("pipellm_tokens_prefilled", "Prompt tokens computed", registry=self.registry)
+        self.running = Gauge("pipellm_requests_running", "Requests running", registry=self.registry)
+        self.waiting = Gauge("pipellm_requests_waiting", "Requests queued", registry=self.registry)
+        self.blocks_free = Gauge("pipellm_kv_blocks_free", "Free KV blocks", registry=self.registry)
+        self.stages = Gauge("pipellm_stages", "Registered stages", registry=self.registry)
+
+    def serve(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        start_http_server(int(port), host.strip("[]"), registry=self.registry)
+
+    def prefilled(self, tokens: int) -> None:
+        self.prefill.add(tokens, time.monotonic())
+        self._prompt.inc(tokens)
+
+    def generated(self, tokens: int) -> None:
+        self.decode.add(tokens, time.monotonic())
+        self.tokens_generated += tokens
+        self._generated.inc(tokens)
+
+    def finished(self, reason: str) -> None:
+        self.requests_finished += 1
+        self._finished.labels(reason).inc()
