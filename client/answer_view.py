@@ -7,6 +7,7 @@ still grows is redrawn, and of it only what fits the screen.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -72,7 +73,7 @@ class AnswerView:
             self._console.out(text, end="", highlight=False)
             return
         done, self._rest = split_blocks(self._rest + text)
-        self._live.update(_Tail(_markdown(self._rest)))
+        self._live.update(_Block(self._rest, tail_only=True))
         if done:
             self._print(done)
 
@@ -96,22 +97,27 @@ class AnswerView:
     def _print(self, block: str) -> None:
         if self._printed:
             self._console.print()
-        self._console.print(_markdown(block))
+        self._console.print(_Block(block), end="")
         self._printed = True
 
 
-def _markdown(text: str) -> Markdown:
-    return Markdown(text, hyperlinks=False)  # a link's address is shown, not hidden behind its words
+class _Block:
+    """Markdown without blank lines around it; with `tail_only`, as many last lines as the screen holds."""
 
-
-class _Tail:
-    """The last lines of a renderable, as many as the screen has room for."""
-
-    def __init__(self, content: Markdown) -> None:
-        self._content = content
+    def __init__(self, text: str, tail_only: bool = False) -> None:
+        self._content = Markdown(text, hyperlinks=False)  # a link's address is shown, not hidden
+        self._tail_only = tail_only
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(self._content, options.update(height=None), pad=False)
-        for line in lines[-max(1, console.height - 2) :]:
+        while lines and _is_blank(lines[0]):
+            lines.pop(0)
+        while lines and _is_blank(lines[-1]):
+            lines.pop()
+        for line in lines[-max(1, console.height - 2) :] if self._tail_only else lines:
             yield from line
             yield Segment.line()
+
+
+def _is_blank(line: Sequence[Segment]) -> bool:
+    return not any(segment.text.strip() or (segment.style and segment.style.bgcolor) for segment in line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,7 +131,8 @@ class Conversation:
         first_at = last_at = sent_at
         try:
             events = _chat(self._client, self._session, self._timeout_s)
-            with events, _interrupts(events), AnswerView(self._console, self._plain) as view:
+            view = AnswerView(self._console, self._plain)
+            with events, _quiet_terminal(), _interrupts(events), view:
                 for event in events:
                     if isinstance(event, Delta):
                         last_at = time.monotonic()
@@ -169,6 +171,21 @@ def summary(finished: Finished, first_token_s: float) -> str:
     if finished.reason in _ENDINGS:
         parts.append(_ENDINGS[finished.reason])
     return " · ".join(parts)
+
+
+@contextmanager
+def _quiet_terminal() -> Iterator[None]:
+    """Within it, typing is not echoed into what is being drawn; it waits for the next prompt."""
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    quiet = termios.tcgetattr(fd)
+    quiet[0] &= ~termios.ICRNL  # the editor tells Enter by its carriage return
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 @contextmanager
