@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, TensorRef
+from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, SpecPart, TensorRef
 from stage.weights.quants import RawTensor
 
 RawTensors = Mapping[TensorRef, RawTensor]
@@ -81,8 +81,8 @@ class Backend(Protocol):
     def check(self, spec: ModelSpec) -> None:
         """Refuses, by name (UnsupportedModelError), a spec that asks for what this backend cannot do."""
 
-    def stored_bytes(self, raw: RawTensor) -> int:
-        """Bytes this backend will hold for a tensor once prepared."""
+    def stored_bytes(self, part: SpecPart, raw: RawTensors) -> int:
+        """Bytes this backend will hold for a part of the model once prepared."""
 
     def kv_bytes_per_token(self, layer: LayerSpec) -> int:
         """Bytes of K and V a token takes in one layer."""
@@ -101,10 +101,11 @@ class Backend(Protocol):
     def embed(self, embedding: Any, token_ids: np.ndarray) -> torch.Tensor:
         """int32 [rows] -> float32 [rows, hidden_size]."""
 
-    def run_layer(
-        self, layer: Any, kv: KvCache, batch: Batch, hidden_states: torch.Tensor
-    ) -> torch.Tensor:
-        """float32 [rows, hidden_size] -> the same; appends the rows' K and V to `kv`. May work in place."""
+    def run_layer(self, layer: Any, kv: Any, batch: Batch, hidden_states: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, hidden_size] -> the same; appends the rows' K and V to `kv`. May work in place.
+
+        `kv`: what `allocate_kv` returned.
+        """
 
     def logits(self, head: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         """Final norm and output projection: float32 [n, hidden_size] -> float32 [n, vocab_size]."""
