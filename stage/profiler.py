@@ -1,0 +1,109 @@
+"""Measures what a model costs on this stage's device, for the coordinator's plan.
+
+One layer stands for all: it is loaded, timed and dropped. What is too large to load for a measurement (the
+head) is estimated at the rate at which that layer's weights went by.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.gguf.reader import GGUFFile
+from protos import stage_pb2
+from stage.backends.base import Backend, make_batch
+from stage.model.spec import LayerSpec, ModelSpec, MoeFfnSpec, SpecPart, tensor_refs
+from stage.weights.loader import raw_tensors
+
+_PREFILL_ROWS = 64
+_KV_BLOCK_SIZE = 16
+_MIN_RUNS, _MAX_RUNS, _MAX_S = 5, 25, 0.5
+# Read between two runs, so that weights come from memory as they do when a whole model goes by.
+_EVICT_BYTES = 128 << 20
+
+
+def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.ProfileResponse:
+    """Times one middle layer on `backend` and counts bytes as the backend would store them."""
+    layer = spec.layers[len(spec.layers) // 2]
+    decode_s, prefill_s = _time_layer(backend, file, spec, layer)
+    active_bytes = _stored_bytes(backend, file, layer) * _active_share(file, layer)
+    head_bytes = _stored_bytes(backend, file, spec.head)
+    embedding_bytes = _stored_bytes(backend, file, spec.embedding)
+    s_per_byte = decode_s / active_bytes
+    return stage_pb2.ProfileResponse(
+        fingerprint=file.fingerprint,
+        num_layers=len(spec.layers),
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        context_length=spec.context_length,
+        layer_decode_s=decode_s,
+        layer_prefill_s_per_row=prefill_s / _PREFILL_ROWS,
+        embedding_s=embedding_bytes / spec.vocab_size * s_per_byte,
+        head_s=head_bytes * s_per_byte,
+        layer_weight_bytes=[_stored_bytes(backend, file, layer) for layer in spec.layers],
+        layer_kv_bytes_per_token=[backend.kv_bytes_per_token(layer) for layer in spec.layers],
+        embedding_bytes=embedding_bytes,
+        head_bytes=head_bytes,
+        memory_budget_bytes=backend.memory_budget_bytes(),
+    )
+
+
+@torch.inference_mode()
+def _time_layer(backend: Backend, file: GGUFFile, spec: ModelSpec, layer: LayerSpec) -> tuple[float, float]:
+    """Seconds of a forward of one row and of `_PREFILL_ROWS` rows through a layer, medians."""
+    prepared = backend.prepare_layer(layer, raw_tensors(file, tensor_refs(layer)))
+    num_blocks = -(-(_PREFILL_ROWS + 1) // _KV_BLOCK_SIZE)
+    kv = backend.allocate_kv([layer], num_blocks, _KV_BLOCK_SIZE)
+    block_table = np.arange(num_blocks, dtype=np.int32)
+    hidden_states = torch.randn((_PREFILL_ROWS, spec.hidden_size), generator=torch.Generator().manual_seed(0))
+    hidden_states = hidden_states.to(backend.device)
+    evictor = torch.ones(_EVICT_BYTES // 4, device=backend.device)
+
+    def seconds(start: int, num_rows: int) -> float:
+        batch = make_batch([(start, num_rows, block_table)], _KV_BLOCK_SIZE)
+        rows = hidden_states[:num_rows].clone()
+        evictor.sum().item()
+        _synchronize(backend)
+        started = time.perf_counter()
+        backend.run_layer(prepared, kv, batch, rows)
+        _synchronize(backend)
+        return time.perf_counter() - started
+
+    prefill_s = _median(lambda: seconds(0, _PREFILL_ROWS))
+    return _median(lambda: seconds(_PREFILL_ROWS, 1)), prefill_s
+
+
+def _median(run: Callable[[], float]) -> float:
+    run()  # warms up: memory, threads, kernels compiled at first use
+    times: list[float] = []
+    while len(times) < _MIN_RUNS or (len(times) < _MAX_RUNS and sum(times) < _MAX_S):
+        times.append(run())
+    return median(times)
+
+
+def _synchronize(backend: Backend) -> None:
+    if backend.device.type == "cuda":
+        torch.cuda.synchronize(backend.device)
+
+
+def _stored_bytes(backend: Backend, file: GGUFFile, part: SpecPart) -> int:
+    return backend.stored_bytes(part, raw_tensors(file, tensor_refs(part)))
+
+
+def _active_share(file: GGUFFile, layer: LayerSpec) -> float:
+    """The share of a layer's weights that one row reads: not the experts it does not go through."""
+    if not isinstance(layer.ffn, MoeFfnSpec):
+        return 1.0
+    experts = _elements(file, (layer.ffn.gate, layer.ffn.up, layer.ffn.down))
+    unused = 1 - layer.ffn.num_experts_used / layer.ffn.num_experts
+    return 1 - unused * experts / _elements(file, layer)
+
+
+def _elements(file: GGUFFile, part: Any) -> int:
+    return sum(math.prod(raw.shape) for raw in raw_tensors(file, tensor_refs(part)).values())

@@ -1,0 +1,172 @@
+"""The prepared parts of a stage's range of layers, and the order in which they run.
+
+It knows what a stage holds (embedding, layers [layer_start, layer_end), head, KV cache) and nothing of
+sequences, steps or links. Splitting a model over several runners changes no bit of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.errors import CancelledError, InvalidRequestError, OutOfCapacityError
+from common.gguf.reader import GGUFFile
+from stage.backends.base import Backend, Batch, KvCache, RawTensors
+from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, SpecPart, tensor_refs
+from stage.weights.loader import raw_tensors
+
+
+@dataclass(frozen=True)
+class _Part:
+    spec: SpecPart
+    raw: RawTensors
+    stored_bytes: int
+
+
+class Runner:
+    """Runs layers [layer_start, layer_end) of one model on one backend. Made by `Runner.load`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        spec: ModelSpec,
+        embedding: Any,
+        layers: Sequence[Any],
+        head: Any,
+        kv: KvCache,
+        weight_bytes: int,
+    ) -> None:
+        self.kv = kv
+        self.weight_bytes = weight_bytes
+        self.has_embedding = embedding is not None
+        self.has_head = head is not None
+        self._backend = backend
+        self._spec = spec
+        self._embedding = embedding
+        self._layers = layers
+        self._head = head
+
+    @classmethod
+    def load(
+        cls,
+        backend: Backend,
+        file: GGUFFile,
+        spec: ModelSpec,
+        layer_start: int,
+        layer_end: int,
+        *,
+        embedding: bool,
+        head: bool,
+        num_kv_blocks: int,
+        kv_block_size: int,
+        on_progress: Callable[[int, int], None] = lambda bytes_done, bytes_total: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Runner:
+        """Prepares the parts of a range, one after the other; no other part's bytes are read.
+
+        `on_progress` is told (bytes_done, bytes_total) after each part, as the backend stores them.
+        Raises `InvalidRequestError` for a range the model has not, `OutOfCapacityError` where weights and
+        KV cache exceed the backend's budget, `CancelledError` soon after `cancelled` turns true.
+        The runner owns the backend from here on, and closes it in `close`.
+        """
+        _check_range(spec, layer_start, layer_end, embedding, head)
+        layers = spec.layers[layer_start:layer_end]
+        specs: list[SpecPart] = [*layers]
+        if embedding:
+            specs.insert(0, spec.embedding)
+        if head:
+            specs.append(spec.head)
+        parts = [_part(backend, file, part) for part in specs]
+        weight_bytes = sum(part.stored_bytes for part in parts)
+        _check_fit(backend, weight_bytes, layers, num_kv_blocks, kv_block_size)
+        kv = backend.allocate_kv(layers, num_kv_blocks, kv_block_size)
+        prepared = []
+        bytes_done = 0
+        for part in parts:
+            if cancelled():
+                raise CancelledError("the load was cancelled")
+            prepared.append(_prepare(backend, part))
+            bytes_done += part.stored_bytes
+            on_progress(bytes_done, weight_bytes)
+        return cls(
+            backend,
+            spec,
+            embedding=prepared.pop(0) if embedding else None,
+            head=prepared.pop() if head else None,
+            layers=prepared,
+            kv=kv,
+            weight_bytes=weight_bytes,
+        )
+
+    def forward(self, batch: Batch, inputs: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """Runs the range over a batch and appends its K and V to the cache.
+
+        `inputs`: token ids int32 [rows] where this runner has the embedding, else the previous runner's
+        hidden states, float32 [rows, hidden_size] (which may be overwritten). Returns hidden states,
+        float32 [rows, hidden_size]. Raises `InvalidRequestError` for inputs of another shape.
+        """
+        shape = (batch.num_rows,) if self.has_embedding else (batch.num_rows, self._spec.hidden_size)
+        if tuple(inputs.shape) != shape:
+            raise InvalidRequestError(f"forward: inputs of shape {tuple(inputs.shape)}, expected is {shape}")
+        if isinstance(inputs, np.ndarray):
+            hidden_states = self._backend.embed(self._embedding, inputs)
+        else:
+            hidden_states = inputs
+        for layer in self._layers:
+            hidden_states = self._backend.run_layer(layer, self.kv, batch, hidden_states)
+        return hidden_states
+
+    def logits(self, hidden_states: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+        """Logits of the named rows: [rows, hidden_size] and int [n] -> float32 [n, vocab_size]."""
+        return self._backend.logits(self._head, hidden_states[torch.from_numpy(rows)])
+
+    def close(self) -> None:
+        """Lets go of all memory; the runner is not used again."""
+        del self.kv, self._embedding, self._layers, self._head
+        self._backend.close()
+
+
+def _part(backend: Backend, file: GGUFFile, spec: SpecPart) -> _Part:
+    raw = raw_tensors(file, tensor_refs(spec))
+    return _Part(spec, raw, backend.stored_bytes(spec, raw))
+
+
+def _prepare(backend: Backend, part: _Part) -> Any:
+    if isinstance(part.spec, EmbeddingSpec):
+        return backend.prepare_embedding(part.spec, part.raw)
+    if isinstance(part.spec, HeadSpec):
+        return backend.prepare_head(part.spec, part.raw)
+    return backend.prepare_layer(part.spec, part.raw)
+
+
+def _check_range(spec: ModelSpec, layer_start: int, layer_end: int, embedding: bool, head: bool) -> None:
+    num_layers = len(spec.layers)
+    if not 0 <= layer_start < layer_end <= num_layers:
+        raise InvalidRequestError(
+            f"layers {layer_start} to {layer_end} were asked for, the model has layers 0 to {num_layers}"
+        )
+    if (embedding and layer_start > 0) or (head and layer_end < num_layers):
+        raise InvalidRequestError(
+            f"layers {layer_start} to {layer_end} of {num_layers}: the embedding goes with the first "
+            "layer and the head with the last"
+        )
+
+
+def _check_fit(
+    backend: Backend, weight_bytes: int, layers: Sequence[LayerSpec], num_kv_blocks: int, kv_block_size: int
+) -> None:
+    if num_kv_blocks < 1 or kv_block_size < 1:
+        raise InvalidRequestError(f"a KV cache of {num_kv_blocks} blocks of {kv_block_size} tokens")
+    per_token = sum(backend.kv_bytes_per_token(layer) for layer in layers)
+    kv_bytes = num_kv_blocks * kv_block_size * per_token
+    budget = backend.memory_budget_bytes()
+    if weight_bytes + kv_bytes > budget:
+        raise OutOfCapacityError(
+            f"layers {layers[0].index} to {layers[-1].index + 1} need {weight_bytes} bytes of weights and "
+            f"{kv_bytes} of KV cache ({num_kv_blocks} blocks of {kv_block_size} tokens), "
+            f"{budget} bytes are free: give this stage fewer layers, or lower the context length"
+        )

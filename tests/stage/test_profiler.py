@@ -1,0 +1,35 @@
+"""What the coordinator plans with: measured times, and bytes as the backend stores them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.gguf.reader import GGUFFile
+from stage import profiler
+from stage.backends.reference import ReferenceBackend
+from stage.model.registry import build_spec
+from stage.runner import Runner
+from tests.gguf_files import write_tiny_llama
+
+
+def test_measures_a_layer_and_counts_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "_EVICT_BYTES", 1 << 20)
+    with GGUFFile.open(write_tiny_llama(tmp_path / "tiny.gguf", layers=5)) as file:
+        spec = build_spec(file)
+        costs = profiler.measure(ReferenceBackend(memory_bytes=1 << 30), file, spec)
+        runner = Runner.load(
+            ReferenceBackend(), file, spec, 0, 5, embedding=True, head=True, num_kv_blocks=3, kv_block_size=8
+        )
+    assert costs.fingerprint == file.fingerprint
+    assert (costs.num_layers, costs.hidden_size, costs.vocab_size, costs.context_length) == (5, 64, 512, 512)
+    assert costs.embedding_bytes + costs.head_bytes + sum(costs.layer_weight_bytes) == runner.weight_bytes
+    assert sum(costs.layer_kv_bytes_per_token) * 3 * 8 == runner.kv.nbytes
+    assert costs.memory_budget_bytes == 1 << 30 and costs.kv_block_size == 0
+    # A layer of this size takes microseconds to milliseconds, and many rows at once cost less each.
+    assert 1e-6 < costs.layer_decode_s < 1
+    assert 0 < costs.layer_prefill_s_per_row < costs.layer_decode_s
+    per_layer_byte = costs.layer_decode_s / costs.layer_weight_bytes[2]
+    assert costs.head_s == pytest.approx(costs.head_bytes * per_layer_byte)
+    assert 0 < costs.embedding_s < costs.head_s
