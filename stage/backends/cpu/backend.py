@@ -1,0 +1,253 @@
+"""The backend that computes on the file's own quantised bytes with the native kernels.
+
+It owns the prepared plans, the native engine and its threads; how a layer is computed is in native/. Each
+call releases Python's lock while it runs, and calls from several threads take turns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.errors import ConfigError, InvalidRequestError, OutOfCapacityError, UnsupportedModelError
+from stage.backends.base import Batch, RawTensors
+from stage.backends.cpu import abi
+from stage.backends.cpu.cores import usable_cores
+from stage.backends.cpu.kv_cache import CpuKvCache, bytes_per_token, check_kv_dtype
+from stage.backends.cpu.plan import (
+    Head,
+    Layer,
+    Plan,
+    Rope,
+    build_head,
+    build_layer,
+    check_layer,
+    embedding_matrix,
+)
+from stage.backends.host_memory import host_memory_budget_bytes
+from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, SpecPart
+from stage.weights.quants import RawTensor
+
+ACCURACIES = ("fast", "exact")
+# Forces a kernel variant (one of `variants()`), to test the lower ones on a CPU that has a higher one.
+VARIANT_VARIABLE = "PIPELLM_CPU_VARIANT"
+
+
+def variants() -> list[str]:
+    """The kernel variants this CPU runs, best first; empty where the native library was not built."""
+    library = abi.library()
+    return [] if library is None else library.pipellm_variants().decode().split()
+
+
+@dataclass(frozen=True)
+class Embedding:
+    matrix: Plan
+    vocab_size: int
+    hidden_size: int
+    scale: float
+
+
+class CpuBackend:
+    """Native kernels on the weights as they lie in the mapped file.
+
+    `threads`: None or 0 for one a physical core available to the process. `accuracy`: "exact" multiplies by
+    16-bit activations everywhere; "fast" by 8-bit ones where many rows make arithmetic the limit (prefill).
+    `kv_dtype`: "f16", "q8_0" or "f32". `memory_bytes`: what weights and KV cache may take; 0: what is free.
+
+    Raises ConfigError for an option out of its range, or where the native library was not built.
+    """
+
+    name = "cpu"
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        threads: int | None = None,
+        accuracy: str = "fast",
+        kv_dtype: str = "f16",
+        memory_bytes: int = 0,
+        variant: str | None = None,
+    ) -> None:
+        library = abi.library()
+        if library is None:
+            raise ConfigError(
+                "the native CPU backend was not built when this was installed (it needs g++, GCC 11 or "
+                "newer): install one and run pip install again, or use --backend reference"
+            )
+        if accuracy not in ACCURACIES:
+            raise ConfigError(f"accuracy is {accuracy!r}, expected one of {', '.join(ACCURACIES)}")
+        check_kv_dtype(kv_dtype)
+        self._library = library
+        self.kv_dtype = kv_dtype
+        self.accuracy = accuracy
+        self._memory_bytes = memory_bytes
+        self.variant = _chosen_variant(variant or os.environ.get(VARIANT_VARIABLE))
+        cores = usable_cores()
+        self.threads = threads or len(cores)
+        # More threads than cores are not pinned: the scheduler shares the cores out.
+        cpus = np.array(cores[: self.threads], np.int32) if self.threads <= len(cores) else None
+        self._engine: int | None = library.pipellm_create(
+            self.variant.encode(),
+            self.threads,
+            None if cpus is None else abi.address(cpus),
+            accuracy == "exact",
+        )
+        # torch's own pool would spin against ours after every operation of the sampler's.
+        torch.set_num_threads(1)
+        self._batch: _NativeBatch | None = None
+
+    def check(self, spec: ModelSpec) -> None:
+        for layer in spec.layers:
+            check_layer(layer)
+
+    def stored_bytes(self, part: SpecPart, raw: RawTensors) -> int:
+        """The file's own pages, and float32 copies of norms and biases."""
+        return sum(_stored_bytes(tensor) for tensor in raw.values())
+
+    def kv_bytes_per_token(self, layer: LayerSpec) -> int:
+        return bytes_per_token(layer, self.kv_dtype)
+
+    def memory_budget_bytes(self) -> int:
+        return self._memory_bytes or host_memory_budget_bytes()
+
+    def prepare_embedding(self, spec: EmbeddingSpec, raw: RawTensors) -> Embedding:
+        self._check_types(raw.values())
+        vocab_size, hidden_size = raw[spec.weight].shape
+        return Embedding(embedding_matrix(raw[spec.weight]), vocab_size, hidden_size, spec.scale)
+
+    def prepare_layer(self, spec: LayerSpec, raw: RawTensors) -> Layer:
+        self._check_types(raw.values())
+        return build_layer(spec, raw)
+
+    def prepare_head(self, spec: HeadSpec, raw: RawTensors) -> Head:
+        self._check_types(raw.values())
+        return build_head(spec, raw)
+
+    def allocate_kv(self, layers: Sequence[LayerSpec], num_blocks: int, block_size: int) -> CpuKvCache:
+        return CpuKvCache(layers, num_blocks, block_size, self.kv_dtype)
+
+    def embed(self, embedding: Embedding, token_ids: np.ndarray) -> torch.Tensor:
+        ids = np.ascontiguousarray(token_ids, np.int32)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < embedding.vocab_size:
+            raise InvalidRequestError(f"token ids must lie in [0, {embedding.vocab_size}); there are others")
+        out = torch.empty((len(ids), embedding.hidden_size), dtype=torch.float32)
+        self._library.pipellm_embed(
+            self._engine,
+            embedding.matrix.address,
+            abi.address(ids),
+            len(ids),
+            embedding.scale,
+            out.data_ptr(),
+        )
+        return out
+
+    def run_layer(
+        self, layer: Layer, kv: CpuKvCache, batch: Batch, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """Works in place where `hidden_states` is contiguous."""
+        native = self._batch  # kept by this call, whatever another thread runs meanwhile
+        if native is None or native.batch is not batch:
+            native = self._batch = _NativeBatch(self._library, batch)
+        hidden_states = hidden_states.contiguous()
+        status = self._library.pipellm_run_layer(
+            self._engine,
+            layer.plan.address,
+            kv.addresses[layer.index],
+            native.address(layer.rope),
+            hidden_states.data_ptr(),
+        )
+        if status:
+            raise OutOfCapacityError(
+                f"no memory for the activations of {batch.num_rows} rows: smaller chunks"
+            )
+        return hidden_states
+
+    def logits(self, head: Head, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = hidden_states.contiguous()
+        rows = len(hidden_states)
+        out = torch.empty((rows, head.vocab_size), dtype=torch.float32)
+        status = self._library.pipellm_logits(
+            self._engine,
+            head.norm.address,
+            head.output.address,
+            head.logit_softcap,
+            hidden_states.data_ptr(),
+            rows,
+            out.data_ptr(),
+        )
+        if status:
+            raise OutOfCapacityError(f"no memory for the activations of {rows} rows: smaller chunks")
+        return out
+
+    def close(self) -> None:
+        """Ends the engine's threads."""
+        if self._engine is not None:
+            self._library.pipellm_destroy(self._engine)
+            self._engine = None
+            self._batch = None
+
+    def _check_types(self, tensors: Iterable[RawTensor]) -> None:
+        for tensor in tensors:
+            if not self._library.pipellm_supports(int(tensor.ggml_type)):
+                raise UnsupportedModelError(
+                    f"tensor type {tensor.ggml_type.name} is not supported by the native CPU backend"
+                )
+
+
+class _NativeBatch:
+    """A batch as the native library reads it, made once and used for every layer."""
+
+    def __init__(self, library: ctypes.CDLL, batch: Batch) -> None:
+        self.batch = batch
+        self._library = library
+        self._positions = np.ascontiguousarray(batch.positions, np.int32)
+        self._slots = np.ascontiguousarray(batch.slots, np.int64)
+        self._tables = [np.ascontiguousarray(seq.block_table, np.int32) for seq in batch.sequences]
+        self._sequences = (abi.SequenceRows * len(batch.sequences))(
+            *(
+                abi.SequenceRows(abi.address(table), seq.row_start, seq.num_rows, seq.start_position)
+                for seq, table in zip(batch.sequences, self._tables, strict=True)
+            )
+        )
+        self._by_rope: dict[int, tuple[int, object]] = {}
+        self._by_key: dict[tuple[bytes, float], tuple[int, object]] = {}
+
+    def address(self, rope: Rope) -> int:
+        """The struct with this rope's table; layers with equal ropes share it."""
+        found = self._by_rope.get(id(rope))
+        if found is None:
+            found = self._by_key.get(rope.key) or self._make(rope)
+            self._by_rope[id(rope)] = self._by_key[rope.key] = found
+        return found[0]
+
+    def _make(self, rope: Rope) -> tuple[int, object]:
+        rows, half = len(self._positions), len(rope.inverse_frequencies)
+        table = np.empty((rows, 2 * half), np.float32)
+        self._library.pipellm_rope(
+            abi.address(self._positions), rows, abi.address(rope.inverse_frequencies), half, rope.magnitude,
+            abi.address(table),
+        )  # fmt: skip
+        struct = abi.BatchRows(
+            self._sequences, abi.address(self._slots), abi.address(table), len(self._sequences), rows
+        )
+        return ctypes.addressof(struct), (struct, table, rope)
+
+
+def _chosen_variant(asked: str | None) -> str:
+    available = variants()
+    if asked is None:
+        return available[0]
+    if asked not in available:
+        raise ConfigError(
+            f"{VARIANT_VARIABLE} (or variant) is {asked!r}; this CPU runs {', '.join(available)}"
+        )
+    return asked
+
+
+def _stored_bytes(raw: RawTensor) -> int:
+    return raw.nbytes if len(raw.shape) > 1 else raw.nbytes + 4 * raw.shape[0]

@@ -1,0 +1,85 @@
+#include "engine.h"
+
+#include <stdlib.h>
+
+#include <algorithm>
+
+namespace {
+
+constexpr int32_t kTypeF32 = 0, kTypeF16 = 1, kTypeBf16 = 30;
+
+}  // namespace
+
+Arena::~Arena() { free(base_); }
+
+bool Arena::reset(size_t bytes) {
+  used_ = 0;
+  if (bytes <= size_) return true;
+  free(base_);
+  size_ = rounded(bytes);
+  base_ = static_cast<unsigned char*>(aligned_alloc(64, size_));
+  if (!base_) size_ = 0;
+  return base_ != nullptr;
+}
+
+void* Arena::take(size_t bytes) {
+  unsigned char* p = base_ + used_;
+  used_ += rounded(bytes);
+  return p;
+}
+
+bool float_type(int32_t type) { return type == kTypeF32 || type == kTypeF16 || type == kTypeBf16; }
+
+Form form_for(const Engine& engine, const Matrix& matrix, int32_t n) {
+  if (float_type(matrix.type)) return FORM_F32;
+  if (n >= kPanelMinRows && !engine.exact && engine.kernels->fast_i8(matrix.type)) return FORM_I8;
+  return FORM_I16;
+}
+
+void multiply(const Engine& engine, const Matrix& matrix, int64_t expert, int32_t start, int32_t end,
+              const Activations& x, const int32_t* index, int32_t n, float* out, int64_t out_stride, void* scratch) {
+  WeightRows weights{matrix.data + expert * matrix.expert_bytes, matrix.row_bytes, matrix.type, matrix.cols, start,
+                     end};
+  Form form = form_for(engine, matrix, n);
+  if (n >= kPanelMinRows)
+    engine.kernels->matmul(&weights, form, &x, index, n, out, out_stride, scratch);
+  else
+    engine.kernels->matvec(&weights, form, &x, index, n, out, out_stride);
+  if (matrix.bias)
+    for (int32_t i = 0; i < n; i++)
+      engine.kernels->add(out + i * out_stride + start, matrix.bias + start, end - start);
+}
+
+namespace {
+
+int64_t padded(int64_t width) { return (width + 255) / 256 * 256; }
+
+}  // namespace
+
+size_t activations_bytes(int64_t rows, int64_t width) {
+  size_t elements = static_cast<size_t>(rows * padded(width));
+  size_t scales = Arena::rounded(elements / 32 * 4) * 2 + Arena::rounded(elements / 16 * 4);
+  return Arena::rounded(elements * 4) + Arena::rounded(elements * 2) + Arena::rounded(elements) + 2 * scales;
+}
+
+Activations take_activations(Arena& arena, int64_t rows, int64_t width) {
+  Activations x;
+  x.stride = padded(width);
+  size_t elements = static_cast<size_t>(rows * x.stride);
+  x.f32 = static_cast<float*>(arena.take(elements * 4));
+  Quantised* forms[] = {&x.i16, &x.i8};
+  size_t bytes[] = {2, 1};
+  for (int i = 0; i < 2; i++) {
+    forms[i]->q = arena.take(elements * bytes[i]);
+    forms[i]->scale = static_cast<float*>(arena.take(elements / 32 * 4));
+    forms[i]->sum32 = static_cast<float*>(arena.take(elements / 32 * 4));
+    forms[i]->sum16 = static_cast<float*>(arena.take(elements / 16 * 4));
+  }
+  return x;
+}
+
+int32_t chunk_rows(int32_t rows, int32_t threads, bool panels) {
+  // Several chunks a thread, so that a slow one costs little; few enough that drawing them costs nothing.
+  int32_t chunk = (rows / (threads * 8) + 31) / 32 * 32;
+  return panels ? std::clamp(chunk, 32, 64) : std::clamp(chunk, 32, 512);
+}

@@ -1,0 +1,65 @@
+// An engine: one variant's kernels, a pool, and the memory that layers compute in.
+#pragma once
+#include <stddef.h>
+
+#include <atomic>
+#include <memory>
+
+#include "kernels.h"
+#include "pool.h"
+
+// Memory that grows to the largest layer seen and is kept; carved up anew for every call.
+class Arena {
+ public:
+  ~Arena();
+  // Makes `bytes` available and forgets what was taken. False when out of memory.
+  bool reset(size_t bytes);
+  // 64-byte aligned.
+  void* take(size_t bytes);
+  static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+ private:
+  unsigned char* base_ = nullptr;
+  size_t size_ = 0, used_ = 0;
+};
+
+struct Engine {
+  const Kernels* kernels;
+  bool exact;
+  int threads;
+  std::vector<int32_t> cpus;
+  std::unique_ptr<Pool> pool;
+  unsigned fork_generation;
+  Arena arena;
+  // Numbered units of work that threads draw from, one counter a phase.
+  static constexpr int kCounters = 16;
+  struct alignas(64) Counter {
+    std::atomic<int64_t> next{0};
+  } counters[kCounters];
+
+  void reset_counters() {
+    for (Counter& c : counters) c.next.store(0, std::memory_order_relaxed);
+  }
+  int64_t draw(int phase) { return counters[phase].next.fetch_add(1, std::memory_order_relaxed); }
+};
+
+// A pass's rows at most; longer batches go through a layer in several passes.
+constexpr int32_t kMaxRows = 512;
+// From this many rows on, weights are unpacked into panels.
+constexpr int32_t kPanelMinRows = 6;
+
+bool float_type(int32_t type);
+// The form a product of n rows with this matrix wants its input in.
+Form form_for(const Engine&, const Matrix&, int32_t n);
+// out[i, r] for r in [start, end), bias included.
+void multiply(const Engine&, const Matrix&, int64_t expert, int32_t start, int32_t end, const Activations&,
+              const int32_t* index, int32_t n, float* out, int64_t out_stride, void* scratch);
+
+// Space for the forms of [rows, width] inputs. `base` null: only counts.
+size_t activations_bytes(int64_t rows, int64_t width);
+Activations take_activations(Arena&, int64_t rows, int64_t width);
+
+// Divides `rows` of a product among threads: a multiple of 32.
+int32_t chunk_rows(int32_t rows, int32_t threads, bool panels);
+
+bool run_layer_rows(Engine&, const LayerPlan&, const KvLayer&, const BatchRows&, float* hidden_states);

@@ -1,0 +1,112 @@
+#include "pool.h"
+
+#include <signal.h>
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+// Some tens of microseconds: longer than the gap between layers, shorter than anyone's time slice.
+constexpr int kSpins = 3000;
+
+// Returns when value differs from `old`.
+void wait_change(std::atomic<uint32_t>& value, uint32_t old) {
+  for (int i = 0; i < kSpins; i++) {
+    if (value.load(std::memory_order_acquire) != old) return;
+    relax();
+  }
+  while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+}
+
+void pin([[maybe_unused]] int cpu) {
+#if defined(__linux__)
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // refused (a changed cgroup): run unpinned
+#endif
+}
+
+}  // namespace
+
+Pool::Pool(int threads, const int32_t* cpus) : threads_(threads) {
+  if (cpus) cpus_.assign(cpus, cpus + threads);
+  // Signals are for the program's own threads.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  for (int i = 1; i < threads; i++) workers_.emplace_back(&Pool::worker, this, i);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Pool::~Pool() {
+  stopping_.store(true, std::memory_order_relaxed);
+  task_.fetch_add(1, std::memory_order_release);
+  task_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+void Pool::worker(int thread) {
+  if (!cpus_.empty()) pin(cpus_[thread]);
+  for (uint32_t seen = 0;; seen++) {
+    wait_change(task_, seen);
+    if (stopping_.load(std::memory_order_relaxed)) return;
+    work_(arg_, thread);
+    barrier();
+  }
+}
+
+void Pool::barrier() {
+  if (threads_ == 1) return;
+  uint32_t phase = phase_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == (uint32_t)threads_) {
+    arrived_.store(0, std::memory_order_relaxed);
+    phase_.fetch_add(1, std::memory_order_release);
+    phase_.notify_all();
+  } else {
+    wait_change(phase_, phase);
+  }
+}
+
+// The caller keeps its own affinity mask; but where the scheduler has put it on a worker's processor, both
+// would share it for milliseconds, so it is moved to the one left free for it.
+void Pool::leave_workers_cpus() {
+#if defined(__linux__)
+  if (cpus_.empty()) return;
+  int here = sched_getcpu();
+  if (here == cpus_[0]) return;
+  for (int i = 1; i < threads_; i++) {
+    if (cpus_[i] != here) continue;
+    cpu_set_t mine;
+    if (pthread_getaffinity_np(pthread_self(), sizeof mine, &mine) != 0 || !CPU_ISSET(cpus_[0], &mine)) return;
+    pin(cpus_[0]);
+    pthread_setaffinity_np(pthread_self(), sizeof mine, &mine);
+    return;
+  }
+#endif
+}
+
+void Pool::run(void (*work)(void*, int), void* arg) {
+  if (threads_ > 1) {
+    leave_workers_cpus();
+    work_ = work;
+    arg_ = arg;
+    task_.fetch_add(1, std::memory_order_release);
+    task_.notify_all();
+  }
+  work(arg, 0);
+  barrier();
+}
