@@ -77,7 +77,7 @@ def _served_model(client: Client, target: Target) -> Model:
         if loaded:
             return _with_template(loaded)
         raise NotReadyError(
-            f"the coordinator at {client.address} has no model loaded; say which: "
+            f"the coordinator at {client.address} has no model loaded ({client.status().state}); say which: "
             f"pipellm-client chat NAME (there are: {names})"
         )
     path = os.path.abspath(target.model)

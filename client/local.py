@@ -78,9 +78,11 @@ class LocalMesh:
             self._wait(lambda: self.client.is_running(timeout_s=1.0), deadline, "the coordinator to listen")
             self._wait(self._all_registered, deadline, "the stages to register")
             self._load()
-        except PipeLLMError:
+        except PipeLLMError as error:
             for child in self._children:  # a daemon's own last words say more
                 child.check()
+            if type(error) is PipeLLMError:  # an internal fault, and the logs go away with the mesh
+                raise PipeLLMError(f"{error}\n{self._last_lines()}") from error
             raise
 
     def stop(self) -> None:
@@ -141,9 +143,12 @@ class LocalMesh:
             for child in self._children:
                 child.check()
             if time.monotonic() > deadline:
-                logs = "\n".join(f"{child.name}:\n{child.last_lines()}" for child in self._children)
-                raise DeadlineError(f"waited {START_TIMEOUT_S:.0f} s in vain for {what}\n{logs}")
+                waited = f"waited {START_TIMEOUT_S:.0f} s in vain for {what}"
+                raise DeadlineError(f"{waited}\n{self._last_lines()}")
             time.sleep(_POLL_S)
+
+    def _last_lines(self) -> str:
+        return "\n".join(f"{child.name}:\n{child.last_lines()}" for child in self._children)
 
 
 def _model_name(path: Path) -> str:

@@ -125,4 +125,6 @@ def _readable(line: str) -> str:
     event = fields.pop("event")
     for name in ("timestamp", "level"):
         fields.pop(name, None)
-    return " ".join([str(event), *(f"{name}={value}" for name, value in fields.items())])
+    trace = str(fields.pop("exception", ""))
+    text = " ".join([str(event), *(f"{name}={value}" for name, value in fields.items())])
+    return f"{text}\n{trace}" if trace else text
