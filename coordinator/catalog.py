@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
-from common.gguf.tokenizer import Tokenizer
 
 from common.errors import InvalidRequestError, PipeLLMError, UnknownModelError
 from common.gguf.reader import GGUFFile
+from common.gguf.tokenizer import Tokenizer
 from protos import model_pb2
 
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$")
@@ -82,7 +82,7 @@ class Catalog:
 def model_info(entry: CatalogEntry, file: GGUFFile) -> model_pb2.ModelInfo:
     architecture = file.require("general.architecture", str)
     file_type = file.get("general.file_type", int, -1)
-    tokens = file.metadata.get("tokenizer.ggml.tokens", ())
+    tokens = file.get("tokenizer.ggml.tokens", list, [])
     return model_pb2.ModelInfo(
         name=entry.name,
         path=str(entry.path),

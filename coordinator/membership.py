@@ -24,7 +24,7 @@ class Member:
     device: model_pb2.DeviceInfo
     expires_at: float
     channel: grpc.aio.Channel
-    stub: stage_pb2_grpc.StageServiceAsyncStub
+    stub: stage_pb2_grpc.StageServiceStub
 
     __hash__ = object.__hash__
 

@@ -124,14 +124,21 @@ def test_the_fastest_carrier_that_works_is_taken(receiver):
     request = stage_pb2.AttachLinkRequest(
         epoch=1, next_address=receiver.address, next_instance_id=receiver.instance_id, next_boot_id="here"
     )
-    for boot_id, instance_id, carrier in (
-        ("here", receiver.instance_id, "shm"),
-        ("elsewhere", receiver.instance_id, "grpc"),
-        ("here", "nobody", "grpc"),
+    for boot_id, instance_id, wanted, carrier in (
+        ("here", receiver.instance_id, "auto", "shm"),
+        ("here", receiver.instance_id, "grpc", "grpc"),
+        ("elsewhere", receiver.instance_id, "auto", "grpc"),
+        ("here", "nobody", "auto", "grpc"),
     ):
         request.next_instance_id = instance_id
-        link = connect(request, boot_id, 1000, lambda error: None)
+        link = connect(request, boot_id, wanted, 1000, lambda error: None)
         assert link.carrier == carrier
         link.send(replace(hidden(1), payload=np.zeros((1, 3), np.float32)))
         assert receiver.frames.get(timeout=TIMEOUT_S).payload.shape == (1, 3)
         link.close()
+
+
+def test_a_carrier_asked_for_is_not_replaced(receiver):
+    request = stage_pb2.AttachLinkRequest(next_address=receiver.address, next_instance_id="nobody")
+    with pytest.raises(UnavailableError, match="shared-memory"):
+        connect(request, "here", "shm", 1000, lambda error: None)

@@ -1,0 +1,197 @@
+"""How a model gets onto the stages: measure, plan, load, link. Each step is told to `report` as it goes.
+
+Everything here is one attempt: the first error ends it, and the caller unloads what was loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+
+from common import rpc
+from common.errors import PipeLLMError, UnavailableError
+from coordinator.catalog import CatalogEntry
+from coordinator.config import CoordinatorConfig
+from coordinator.membership import Member
+from coordinator.planner import ModelCosts, Plan, PlanSettings, StageCosts, plan
+from protos import coordinator_pb2, stage_pb2
+
+_MEASURE_TIMEOUT_S = 120.0
+_LINK_TIMEOUT_S = 20.0
+
+Report = Callable[[coordinator_pb2.LoadModelResponse], None]
+T = TypeVar("T")
+
+
+class StageError(Exception):
+    """A stage failed while loading; carries the member and the error for people."""
+
+    def __init__(self, member: Member, error: PipeLLMError) -> None:
+        super().__init__(str(error))
+        self.member = member
+        self.error = error
+
+
+async def measure(
+    members: Sequence[Member], entry: CatalogEntry, fingerprint: str, context_length: int
+) -> list[stage_pb2.ProfileResponse]:
+    """What the model costs on each stage. Stages of one host measure one after another, so that they do not
+    disturb one another's times."""
+    request = stage_pb2.ProfileRequest(
+        model_path=str(entry.path),
+        model_file=entry.file,
+        fingerprint=fingerprint,
+        context_length=context_length,
+    )
+    hosts: dict[str, asyncio.Lock] = {}
+
+    async def one(member: Member) -> stage_pb2.ProfileResponse:
+        async with hosts.setdefault(member.device.boot_id, asyncio.Lock()):
+            return await _call(member, member.stub.Profile(request, timeout=_MEASURE_TIMEOUT_S))
+
+    return await _gather([one(member) for member in members])
+
+
+def make_plan(
+    members: Sequence[Member],
+    profiles: Sequence[stage_pb2.ProfileResponse],
+    context_length: int,
+    config: CoordinatorConfig,
+) -> Plan:
+    """The plan for what was measured. Raises OutOfCapacityError."""
+    costs = [
+        StageCosts(
+            stage_id=member.stage_id,
+            memory_pool=member.device.uuid or member.device.boot_id,
+            host=member.device.boot_id,
+            layer_decode_s=profile.layer_decode_s,
+            embedding_s=profile.embedding_s,
+            head_s=profile.head_s,
+            layer_weight_bytes=tuple(profile.layer_weight_bytes),
+            layer_kv_bytes_per_token=tuple(profile.layer_kv_bytes_per_token),
+            embedding_bytes=profile.embedding_bytes,
+            head_bytes=profile.head_bytes,
+            memory_budget_bytes=profile.memory_budget_bytes,
+        )
+        for member, profile in zip(members, profiles, strict=True)
+    ]
+    model = ModelCosts(num_layers=profiles[0].num_layers, context_length=profiles[0].context_length)
+    return plan(model, costs, PlanSettings(context_length, config.kv_block_size, config.max_sequences))
+
+
+async def load(
+    made: Plan,
+    members: Sequence[Member],
+    entry: CatalogEntry,
+    fingerprint: str,
+    epoch: int,
+    config: CoordinatorConfig,
+    report: Report,
+) -> list[stage_pb2.LoadResponse]:
+    """Loads every window on its stage, all at once; the last answer of each."""
+    progress: list[tuple[int, int]] = [(0, 0)] * len(members)
+
+    async def one(index: int) -> stage_pb2.LoadResponse:
+        window, member = made.windows[index], members[index]
+        request = stage_pb2.LoadRequest(
+            epoch=epoch,
+            model_path=str(entry.path),
+            model_file=entry.file,
+            fingerprint=fingerprint,
+            layer_start=window.layer_start,
+            layer_end=window.layer_end,
+            embedding=window.embedding,
+            head=window.head,
+            num_kv_blocks=made.num_kv_blocks,
+            kv_block_size=made.kv_block_size,
+            context_length=made.context_length,
+            max_step_tokens=config.max_step_tokens,
+            max_sequences=config.max_sequences,
+        )
+        try:
+            async for response in member.stub.Load(request, timeout=config.load_timeout_s):
+                progress[index] = (response.bytes_done, response.bytes_total)
+                done, total = (sum(column) for column in zip(*progress, strict=True))
+                report(load_progress("load", done, total))
+                if response.loaded:
+                    return response
+        except grpc.RpcError as error:
+            raise _failed(member, error) from error
+        raise StageError(member, UnavailableError(f"stage {member.stage_id!r} ended its load early"))
+
+    return await _gather([one(index) for index in range(len(members))])
+
+
+async def link(members: Sequence[Member], epoch: int) -> list[str]:
+    """Attaches every stage to the next one of the ring; the carrier of each link. None in a ring of one."""
+    if len(members) == 1:
+        return [""]
+
+    async def one(index: int) -> str:
+        following = (index + 1) % len(members)
+        request = stage_pb2.AttachLinkRequest(
+            epoch=epoch,
+            next_stage_id=members[following].stage_id,
+            next_address=members[following].address,
+            next_window=following,
+            next_instance_id=members[following].instance_id,
+            next_boot_id=members[following].device.boot_id,
+        )
+        call = members[index].stub.AttachLink(request, timeout=_LINK_TIMEOUT_S)
+        return (await _call(members[index], call)).carrier
+
+    return await _gather([one(index) for index in range(len(members))])
+
+
+async def unload(members: Sequence[Member]) -> None:
+    """Frees what the stages hold, as far as they can be reached."""
+    calls = [member.stub.Unload(stage_pb2.UnloadRequest(), timeout=5.0) for member in members]
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+def load_progress(phase: str, done: int = 0, total: int = 0) -> coordinator_pb2.LoadModelResponse:
+    progress = coordinator_pb2.LoadProgress(phase=phase, bytes_done=done, bytes_total=total)
+    return coordinator_pb2.LoadModelResponse(progress=progress)
+
+
+def plan_status(made: Plan, epoch: int, carriers: Sequence[str]) -> coordinator_pb2.PlanStatus:
+    status = coordinator_pb2.PlanStatus(
+        epoch=epoch, num_kv_blocks=made.num_kv_blocks, kv_block_size=made.kv_block_size
+    )
+    for index, window in enumerate(made.windows):
+        status.windows.add(
+            stage_id=window.stage_id,
+            layer_start=window.layer_start,
+            layer_end=window.layer_end,
+            embedding=window.embedding,
+            head=window.head,
+            predicted_s=window.predicted_s,
+            carrier=carriers[index] if index < len(carriers) else "",
+        )
+    return status
+
+
+async def _call(member: Member, call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise _failed(member, error) from error
+
+
+def _failed(member: Member, error: grpc.RpcError) -> StageError:
+    return StageError(member, rpc.from_rpc_error(error, f"stage {member.stage_id!r} at {member.address}"))
+
+
+async def _gather(attempts: list[Awaitable[T]]) -> list[T]:
+    """All results in order; on the first error the others are cancelled and awaited."""
+    tasks = [asyncio.ensure_future(attempt) for attempt in attempts]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

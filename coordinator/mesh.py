@@ -1,0 +1,313 @@
+"""The mesh as a whole: which stages are there, which model they serve, and what happens when one is lost.
+
+One model is served at a time. `Mesh` owns loading, unloading, loss and recovery; the requests of the served
+model are `serving.Served`'s, the attempt to load is `loading`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from common.errors import NotReadyError, PipeLLMError, UnavailableError
+from common.gguf.reader import GGUFFile
+from common.log import get_logger
+from coordinator import loading
+from coordinator.catalog import Catalog, CatalogEntry, model_info
+from coordinator.config import CoordinatorConfig
+from coordinator.loading import Report, StageError, make_plan
+from coordinator.membership import Member, Membership
+from coordinator.metrics import Metrics
+from coordinator.serving import Served
+from coordinator.text import ModelText
+from protos import coordinator_pb2, stage_pb2
+
+_EXPIRY_CHECK_S = 0.25
+_RETRY_FIRST_S = 0.5  # between attempts to load the wanted model, doubled up to the last
+_RETRY_LAST_S = 30.0
+
+
+class Mesh:
+    def __init__(self, config: CoordinatorConfig, catalog: Catalog, metrics: Metrics) -> None:
+        self.config = config
+        self.catalog = catalog
+        self.metrics = metrics
+        self.membership = Membership(config.lease_s)
+        self.served: Served | None = None
+        self.problem = ""  # why the wanted model is not served, for status
+        self._wanted = config.model
+        self._wanted_context = config.context_length
+        self._load_lock = asyncio.Lock()  # one load or unload at a time
+        self.loading_members: list[Member] = []
+        self._draining = ""  # why no request is taken any more
+        self._epoch = time.time_ns()  # so that no epoch of an earlier coordinator comes again
+        self._profiles: dict[tuple[str, str, int], stage_pb2.ProfileResponse] = {}
+        self._changed = asyncio.Event()  # members or the served model changed
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self._log = get_logger()
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._expire_leases(), name="leases"),
+            asyncio.create_task(self._recover(), name="recover"),
+        ]
+
+    async def stop(self) -> None:
+        """Drains, then ends what is left with UNAVAILABLE and frees the stages."""
+        await self.drain("the coordinator is shutting down")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._end_served(UnavailableError("the coordinator is shutting down"))
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for member in self.membership.members:
+            await member.channel.close()
+
+    # --- requests ----------------------------------------------------------------------------------------
+
+    def require(self, model: str) -> Served:
+        """The served model, if it is the one asked for.
+
+        Raises UnavailableError while draining or after a loss, NotReadyError while nothing is loaded,
+        UnknownModelError for a model that is not there at all."""
+        if self._draining:
+            raise UnavailableError(self._draining)
+        served = self.served
+        if served is not None and model in ("", served.entry.name, served.entry.file, str(served.entry.path)):
+            return served
+        name = self.catalog.find(model).name if model else self._wanted
+        if served is not None and served.entry.name == name:
+            return served
+        if self.is_loading:
+            raise NotReadyError(f"model {name!r} is loading; try again when it is done")
+        if served is not None:
+            raise NotReadyError(f"model {name!r} is not loaded, {served.entry.name!r} is; load it first")
+        if not name:
+            raise NotReadyError("no model is loaded; load one first (pipellm-client load NAME)")
+        if self.problem:
+            raise UnavailableError(f"model {name!r} is not served: {self.problem}")
+        raise NotReadyError(f"model {name!r} is not loaded yet: {self.state}")
+
+    async def drain(self, reason: str) -> None:
+        """Takes no new requests, and waits for the running ones, up to the drain time."""
+        self._draining = reason
+        deadline = time.monotonic() + self.config.drain_s
+        while self.served is not None and self.served.num_requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self.loading_members)
+
+    @property
+    def state(self) -> str:
+        if self._draining:
+            return "draining"
+        if self.is_loading:
+            return "loading"
+        if self.served is not None:
+            return "ready"
+        if self.problem:
+            return self.problem
+        missing = self.config.min_stages - len(self.membership.members)
+        return f"waiting for {missing} more stage(s)" if missing > 0 else "no model loaded"
+
+    # --- membership --------------------------------------------------------------------------------------
+
+    def register(self, request: coordinator_pb2.RegisterStageRequest) -> None:
+        member, is_new, previous = self.membership.register(request, time.monotonic())
+        if previous is not None:
+            self._lose(previous, "its process was restarted")
+        if is_new:
+            self._log.info("stage_registered", stage=member.stage_id, address=member.address)
+            self._changed.set()
+
+    async def deregister(self, stage_id: str, instance_id: str) -> None:
+        """A stage leaves: its requests may finish first, within the drain time."""
+        member = self.membership.find(stage_id, instance_id)
+        if member is None:
+            return
+        if self.served is not None and member in self.served.members and not self._draining:
+            member.expires_at += self.config.drain_s  # it renews its lease no more
+            await self.drain(f"stage {stage_id!r} is leaving; the mesh is planned anew without it")
+            self._draining = ""
+        self._lose(member, "it was shut down")
+
+    def _lose(self, member: Member, reason: str) -> None:
+        self._log.warning("stage_lost", stage=member.stage_id, reason=reason)
+        self.membership.remove(member, reason)
+        self._later(member.channel.close())
+        if self.served is not None and member in self.served.members:
+            self._end_served(UnavailableError(f"stage {member.stage_id!r} was lost: {reason}"))
+        self._changed.set()
+
+    def _end_served(self, error: PipeLLMError) -> None:
+        """Every request of the served model ends with `error`; its stages drop the epoch."""
+        served, self.served = self.served, None
+        if served is None:
+            return
+        self.problem = str(error)
+        served.fail(error)
+        self._later(served.close())
+        self._changed.set()
+
+    def _on_pipeline_failure(self, epoch: int, member: Member | None, error: PipeLLMError) -> None:
+        if self.served is None or self.served.epoch != epoch:
+            return
+        self._log.warning("epoch_failed", epoch=epoch, reason=str(error))
+        if member is not None and isinstance(error, UnavailableError):
+            # If it lives, it is back with the next renewal of its lease.
+            self._lose(member, str(error))
+        elif member is not None:
+            self._end_served(UnavailableError(f"stage {member.stage_id!r} failed: {error}"))
+        else:
+            self._end_served(error)
+
+    async def _expire_leases(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRY_CHECK_S)
+            for member in self.membership.expired(time.monotonic()):
+                self._lose(member, f"it has not renewed its lease for {self.config.lease_s:g} s")
+
+    # --- loading -----------------------------------------------------------------------------------------
+
+    async def _recover(self) -> None:
+        """Loads the wanted model whenever it is not served and enough stages are there."""
+        wait_s = _RETRY_FIRST_S
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._wanted and self.served is None and not self._draining and self._enough_stages():
+                try:
+                    await self._load(self.catalog.find(self._wanted), self._wanted_context, lambda _: None)
+                    wait_s = _RETRY_FIRST_S
+                except PipeLLMError as error:
+                    self.problem = str(error)
+                    self._log.warning("load_failed", model=self._wanted, reason=self.problem)
+                    await asyncio.sleep(wait_s)
+                    wait_s = min(2 * wait_s, _RETRY_LAST_S)
+                except Exception as error:
+                    self.problem = "loading failed; the coordinator's log says why"
+                    self._log.error("load_failed", model=self._wanted, exc_info=error)
+                    await asyncio.sleep(_RETRY_LAST_S)
+
+    def _enough_stages(self) -> bool:
+        return len(self.membership.members) >= self.config.min_stages
+
+    async def load(
+        self, model: str, context_length: int, force: bool
+    ) -> AsyncIterator[coordinator_pb2.LoadModelResponse]:
+        """Loads a model, telling of its progress; what was served before is unloaded first."""
+        entry = self.catalog.find(model)
+        if self.served is not None:
+            await self.unload(force)
+        events: asyncio.Queue[coordinator_pb2.LoadModelResponse | None] = asyncio.Queue()
+        task = asyncio.create_task(
+            self._load(entry, context_length or self.config.context_length, events.put_nowait)
+        )
+        task.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            served = await task
+            yield coordinator_pb2.LoadModelResponse(loaded=served.info)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def unload(self, force: bool) -> None:
+        async with self._load_lock:
+            if self.served is None:
+                raise NotReadyError("no model is loaded")
+            if self.served.num_requests and not force:
+                raise NotReadyError(
+                    f"{self.served.num_requests} requests are running; wait for them, or force it"
+                )
+            self._wanted = ""
+            members = self.served.members
+            self._end_served(UnavailableError(f"model {self.served.entry.name!r} was unloaded"))
+            await asyncio.gather(*self._closing, return_exceptions=True)
+            await loading.unload(members)
+            self.problem = ""
+
+    async def _load(self, entry: CatalogEntry, context_length: int, report: Report) -> Served:
+        async with self._load_lock:
+            if self.served is not None:
+                if self.served.entry == entry:
+                    return self.served
+                raise NotReadyError(f"model {self.served.entry.name!r} was loaded meanwhile")
+            members = self.membership.members
+            if not self._enough_stages():
+                raise NotReadyError(
+                    f"{len(members)} stages are registered, {self.config.min_stages} are needed; start more"
+                )
+            self.loading_members = members
+            try:
+                served = await self._load_on(members, entry, context_length, report)
+            except StageError as error:
+                await loading.unload(members)
+                raise error.error from error
+            except BaseException:
+                await loading.unload(members)
+                raise
+            finally:
+                self.loading_members = []
+            self.served = served
+            self.problem = ""
+            self._wanted, self._wanted_context = entry.name, context_length
+            self._log.info("model_ready", model=entry.name, epoch=served.epoch, stages=len(served.members))
+            return served
+
+    async def _load_on(
+        self, members: list[Member], entry: CatalogEntry, context_length: int, report: Report
+    ) -> Served:
+        with await asyncio.to_thread(GGUFFile.open, entry.path) as file:
+            text = await asyncio.to_thread(ModelText, entry.name, file)
+            info, fingerprint = model_info(entry, file), file.fingerprint
+        try:
+            report(loading.load_progress("measure"))
+            profiles = await self._measure(members, entry, fingerprint, context_length)
+            made = make_plan(members, profiles, context_length, self.config)
+            by_id = {member.stage_id: member for member in members}
+            ring = [by_id[window.stage_id] for window in made.windows]
+            self._epoch += 1
+            epoch = self._epoch
+            report(coordinator_pb2.LoadModelResponse(plan=loading.plan_status(made, epoch, [])))
+            await loading.load(made, ring, entry, fingerprint, epoch, self.config, report)
+            report(loading.load_progress("link"))
+            carriers = await loading.link(ring, epoch)
+            report(loading.load_progress("check"))
+            served = Served(
+                epoch, entry, info, text, made, ring, carriers, self.config, self.metrics,
+                self._on_pipeline_failure,
+            )  # fmt: skip
+        except BaseException:
+            text.close()
+            raise
+        try:
+            await served.check()
+        except BaseException:
+            await served.close()
+            raise
+        return served
+
+    async def _measure(
+        self, members: list[Member], entry: CatalogEntry, fingerprint: str, context_length: int
+    ) -> list[stage_pb2.ProfileResponse]:
+        """Measured costs, those of an earlier load of the same file by the same processes reused."""
+        keys = [(member.instance_id, fingerprint, context_length) for member in members]
+        unknown = [index for index, key in enumerate(keys) if key not in self._profiles]
+        fresh = await loading.measure(
+            [members[index] for index in unknown], entry, fingerprint, context_length
+        )
+        self._profiles.update((keys[index], profile) for index, profile in zip(unknown, fresh, strict=True))
+        return [self._profiles[key] for key in keys]
+
+    def _later(self, closing: Coroutine[Any, Any, None]) -> None:
+        """Lets a close run on its own; `stop` waits for it."""
+        task = asyncio.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

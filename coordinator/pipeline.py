@@ -1,0 +1,114 @@
+"""One epoch at work: the Execute streams to all stages of a plan, and the loop that keeps them fed.
+
+Steps go to every stage in the same order; results come from the last stage, acknowledgements from all. The
+scheduler decides what a step holds; who a token belongs to, and what becomes of it, is its caller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+
+from common import rpc
+from common.errors import CancelledError, PipeLLMError, UnavailableError
+from common.log import get_logger
+from coordinator.membership import Member
+from coordinator.scheduler import Scheduler
+from protos import stage_pb2
+
+_BLAME_WAIT_S = 0.5
+
+
+class Pipeline:
+    """`on_result` is called with each result, in order; `on_failure` with the member that failed, if it was
+    one, and why (at least once; the caller then closes the pipeline)."""
+
+    def __init__(
+        self,
+        epoch: int,
+        members: Sequence[Member],
+        scheduler: Scheduler,
+        on_result: Callable[[stage_pb2.StepResult], None],
+        on_failure: Callable[[Member | None, PipeLLMError], None],
+    ) -> None:
+        self.epoch = epoch
+        self.members = list(members)
+        self.scheduler = scheduler
+        self._on_result = on_result
+        self._on_failure = on_failure
+        self._wake = asyncio.Event()
+        self._outboxes: list[asyncio.Queue[stage_pb2.Step]] = [asyncio.Queue() for _ in members]
+        self._tasks = [
+            asyncio.create_task(self._run_stage(index), name=f"stage-{member.stage_id}")
+            for index, member in enumerate(self.members)
+        ]
+        self._tasks.append(asyncio.create_task(self._issue(), name="issue"))
+
+    def wake(self) -> None:
+        """Something changed that may let a step be issued."""
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Ends the streams; the stages drop the epoch. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _issue(self) -> None:
+        try:
+            await self._issue_steps()
+        except Exception as error:
+            self._fault(None, error)
+
+    async def _issue_steps(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            issued = True
+            while issued:  # in turn, so that every group gets its step before any gets a second
+                issued = False
+                for group in range(self.scheduler.config.num_groups):
+                    step = self.scheduler.schedule(group)
+                    if step is not None:
+                        issued = True
+                        for outbox in self._outboxes:
+                            outbox.put_nowait(step)
+
+    async def _run_stage(self, index: int) -> None:
+        member = self.members[index]
+        try:
+            call = member.stub.Execute(self._requests(index), wait_for_ready=False)
+            async for response in call:
+                for result in response.results:
+                    self._on_result(result)
+                for step_id in response.acknowledged_steps:
+                    self.scheduler.on_acknowledged(index, step_id)
+                self.wake()
+            error: PipeLLMError = UnavailableError("it ended the stream of steps")
+        except grpc.RpcError as failure:
+            error = rpc.from_rpc_error(failure, f"stage {member.stage_id!r} at {member.address}")
+            if rpc.rpc_status_of(failure) is not None:
+                # The stage itself says so. If it is because of its neighbour, that one's own stream is
+                # about to break, and the blame is the neighbour's.
+                await asyncio.sleep(_BLAME_WAIT_S)
+        except Exception as failure:
+            self._fault(member, failure)
+            return
+        if not isinstance(error, CancelledError):
+            self._on_failure(member, error)
+
+    async def _requests(self, index: int) -> AsyncIterator[stage_pb2.ExecuteRequest]:
+        yield stage_pb2.ExecuteRequest(epoch=self.epoch)
+        outbox = self._outboxes[index]
+        while True:
+            steps = [await outbox.get()]
+            while not outbox.empty():
+                steps.append(outbox.get_nowait())
+            yield stage_pb2.ExecuteRequest(epoch=self.epoch, steps=steps)
+
+    def _fault(self, member: Member | None, error: Exception) -> None:
+        """An error of the coordinator's own code: the epoch ends, rather than hanging half alive."""
+        get_logger().error("pipeline_failed", epoch=self.epoch, exc_info=error)
+        self._on_failure(member, PipeLLMError("the coordinator failed while serving; its log says why"))

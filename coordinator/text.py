@@ -1,0 +1,107 @@
+"""Text to token ids and back for one model: tokenizer, chat template, and the file's sampling defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import InvalidRequestError, UnsupportedModelError
+from common.gguf.chat import encode_chat
+from common.gguf.chat_template import ChatTemplate
+from common.gguf.reader import GGUFFile
+from common.gguf.tokenizer import Tokenizer
+from protos import coordinator_pb2
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class ModelText:
+    """Everything about one model's text. Methods are pure and may run in worker threads."""
+
+    def __init__(self, name: str, file: GGUFFile) -> None:
+        metadata = file.metadata
+        self.name = name
+        self.tokenizer: Tokenizer | None = None
+        self.template: ChatTemplate | None = None
+        self.sampling_defaults = {
+            key.removeprefix("general.sampling."): value
+            for key, value in metadata.items()
+            if key.startswith("general.sampling.")
+        }
+        if not Tokenizer.present(metadata):
+            return
+        self.tokenizer = tokenizer = Tokenizer.from_metadata(metadata, str(file.paths[0]))
+        source = metadata.get("tokenizer.chat_template")
+        if source is not None:
+            self.template = ChatTemplate(
+                str(source),
+                bos_token=_piece(tokenizer, tokenizer.bos_id),
+                eos_token=_piece(tokenizer, tokenizer.eos_id),
+                where=name,
+            )
+
+    def close(self) -> None:
+        if self.template is not None:
+            self.template.close()
+
+    def require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UnsupportedModelError(
+                f"model {self.name!r} has no tokenizer; give token ids and read token ids"
+            )
+        return self.tokenizer
+
+    def encode_prompt(self, request: coordinator_pb2.GenerateRequest) -> list[int]:
+        """The prompt's token ids. Raises InvalidRequestError for an empty or missing prompt."""
+        if request.WhichOneof("prompt") == "ids":
+            ids = list(request.ids.ids)
+        else:
+            ids = self.require_tokenizer().encode(
+                request.text, add_special=not request.no_special, parse_special=request.parse_special
+            )
+            if not request.text:
+                raise InvalidRequestError("the prompt is empty; give some text or token ids")
+        if not ids:
+            raise InvalidRequestError("the prompt is empty; give some text or token ids")
+        return ids
+
+    def render_chat(
+        self, messages: Sequence[coordinator_pb2.ChatMessage], tools_json: str, continue_last: bool
+    ) -> tuple[str, list[int]]:
+        """The dialogue through the chat template: its text and token ids."""
+        tokenizer = self.require_tokenizer()
+        if self.template is None:
+            raise UnsupportedModelError(
+                f"model {self.name!r} has no chat template; it is a base model: use generate"
+            )
+        if not messages:
+            raise InvalidRequestError("the dialogue is empty; give at least one message")
+        for number, message in enumerate(messages):
+            if message.role not in ROLES:
+                raise InvalidRequestError(
+                    f"message {number} has the unknown role {message.role!r}; known are {', '.join(ROLES)}"
+                )
+        return encode_chat(
+            tokenizer,
+            self.template,
+            [{"role": message.role, "content": message.content} for message in messages],
+            tools=_tools(tools_json),
+            continue_last=continue_last,
+        )
+
+
+def _piece(tokenizer: Tokenizer, token_id: int | None) -> str:
+    return "" if token_id is None else tokenizer.piece(token_id)
+
+
+def _tools(tools_json: str) -> list[Any] | None:
+    if not tools_json:
+        return None
+    try:
+        tools = json.loads(tools_json)
+    except ValueError as error:
+        raise InvalidRequestError(f"tools_json is no JSON: {error}") from None
+    if not isinstance(tools, list):
+        raise InvalidRequestError(f"tools_json holds a {type(tools).__name__}, expected a list")
+    return tools

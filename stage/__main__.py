@@ -1,0 +1,89 @@
+"""The stage daemon: `python -m stage`, or `pipellm-stage`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import uuid
+
+import sdnotify
+
+from common import log, rpc, settings
+from common.errors import ConfigError, PipeLLMError
+from protos import coordinator_pb2, stage_pb2, stage_pb2_grpc
+from stage.config import StageConfig
+
+_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
+# Execute, an incoming link, a health watch, and short calls beside them.
+_WORKERS = 16
+_GRACE_S = 2.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        config = settings.load(StageConfig, "PipeLLM stage daemon", argv).checked()
+        return run(config)
+    except PipeLLMError as error:
+        print(f"pipellm-stage: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def run(config: StageConfig) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code."""
+    from stage.backends.choose import backend_factory  # imports torch: after the settings are known good
+    from stage.service import StageService
+
+    log.configure(config.log_level, stage_id=config.stage_id)
+    logger = log.get_logger()
+    stop = threading.Event()
+    failure: list[PipeLLMError] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+
+    instance_id = uuid.uuid4().hex
+    service = StageService(config, instance_id, backend_factory(config))
+    server, health = rpc.make_server(_SERVICE, _WORKERS)
+    stage_pb2_grpc.add_StageServiceServicer_to_server(service, server)
+    address = rpc.listen(server, config.listen)
+    server.start()
+    logger.info("listening", address=address, device=service.device.name, backend=service.device.backend)
+
+    from stage.registration import Registration
+
+    def registered() -> None:
+        health.set("", rpc.serving(True))
+        health.set(_SERVICE, rpc.serving(True))
+        sdnotify.SystemdNotifier().notify("READY=1")
+
+    def refused(error: PipeLLMError) -> None:
+        failure.append(error)
+        stop.set()
+
+    registration = Registration(
+        config.coordinator,
+        coordinator_pb2.RegisterStageRequest(
+            stage_id=config.stage_id,
+            address=config.advertise or address,
+            protocol_version=rpc.PROTOCOL_VERSION,
+            device=service.device,
+            instance_id=instance_id,
+        ),
+        registered,
+        refused,
+    )
+    stop.wait()
+    logger.info("stopping")
+    sdnotify.SystemdNotifier().notify("STOPPING=1")
+    health.enter_graceful_shutdown()
+    if not failure:
+        registration.leave()
+    service.close()
+    server.stop(_GRACE_S).wait()
+    if failure:
+        raise failure[0]
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

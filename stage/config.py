@@ -1,0 +1,54 @@
+"""Settings of a stage daemon."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field, replace
+
+from common import rpc
+from common.errors import ConfigError
+
+BACKENDS = ("auto", "reference", "cpu", "cuda")
+CARRIERS = ("auto", "shm", "grpc")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    listen: str = field(default="127.0.0.1:0", metadata={"help": "host:port or unix:/path to serve on"})
+    advertise: str = field(
+        default="", metadata={"help": "address the others dial, where it differs from --listen"}
+    )
+    coordinator: str = field(default="127.0.0.1:7070", metadata={"help": "the coordinator to register with"})
+    stage_id: str = field(default="auto", metadata={"help": "name of this stage; auto: host and device"})
+    model_dir: tuple[str, ...] = field(
+        default=(), metadata={"help": "where this stage's model files lie; none: at the coordinator's paths"}
+    )
+    backend: str = field(default="auto", metadata={"help": "reference, cpu, cuda, or auto"})
+    device: str = field(default="auto", metadata={"help": "cpu, cuda:N, or auto"})
+    threads: int = field(default=0, metadata={"help": "computing threads on a CPU; 0: all cores"})
+    memory: int = field(default=0, metadata={"help": "bytes for weights and KV cache; 0: what is free"})
+    carrier: str = field(
+        default="auto", metadata={"help": "link to the next stage: shm (one host), grpc, or auto (the best)"}
+    )
+    log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
+
+    def checked(self) -> StageConfig:
+        """The same with "auto" resolved. Raises ConfigError naming the setting."""
+        rpc.check_address(self.listen)
+        rpc.check_address(self.coordinator)
+        if self.advertise:
+            rpc.check_address(self.advertise)
+        elif self.listen.startswith(("0.0.0.0:", "[::]:")):
+            raise ConfigError(f"listen is {self.listen}: say with --advertise where others dial this stage")
+        for name, known in (("backend", BACKENDS), ("carrier", CARRIERS), ("log_level", LOG_LEVELS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
+        for name in ("threads", "memory"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it cannot be negative")
+        stage_id = self.stage_id
+        if stage_id == "auto":
+            where = self.listen.rpartition("/")[2].removesuffix(".sock").replace(":", "-")
+            stage_id = f"{socket.gethostname()}-{where}"
+        return replace(self, stage_id=stage_id)

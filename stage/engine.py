@@ -1,0 +1,262 @@
+"""The engine of a stage: one thread that takes steps, runs them, and hands on.
+
+It owns the runner, the sequences and the order of work; it knows no gRPC. Steps and frames come in through
+`post_steps` and `post_frame`, hidden states and drawn tokens leave through the link, results and
+acknowledgements through `on_response`.
+
+A stage with the embedding runs a step when the tokens of all its rows are known; any other when the frame
+with its hidden states is there. Within a group steps run in the order of issue; between groups whatever is
+ready runs, taken in turn, so that one group's wait for the ring is another's time to compute.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.errors import PipeLLMError
+from common.log import get_logger
+from common.wire import Frame, FrameKind
+from protos import model_pb2, stage_pb2
+from stage import sampler
+from stage.backends.base import make_batch
+from stage.links.base import Link
+from stage.runner import Runner
+from stage.sequences import SequenceTable
+
+
+@dataclass
+class _Work:
+    """A step on its way through this stage."""
+
+    step: stage_pb2.Step
+    repeat: int = 0  # the next one to run
+
+
+class Engine:
+    """Runs one epoch's steps. `on_failure` is told once if the engine stops by itself."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sequences: SequenceTable,
+        epoch: int,
+        on_response: Callable[[stage_pb2.ExecuteResponse], None],
+        on_failure: Callable[[PipeLLMError], None],
+    ) -> None:
+        self.sequences = sequences
+        self.epoch = epoch
+        self._runner = runner
+        self._on_response = on_response
+        self._on_failure = on_failure
+        self._log = get_logger(epoch=epoch)
+        self._next_link: Link | None = None  # absent in a ring of one
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._groups: dict[int, deque[_Work]] = {}
+        self._turns: deque[int] = deque()  # groups, the one served longest ago first
+        self._frames: dict[tuple[int, int], torch.Tensor] = {}  # hidden states by (step, repeat)
+        self._undrawn: dict[int, _Work] = {}  # first stage: steps whose drawn tokens are to come by the ring
+        self._busy_s = 0.0
+        self._reported = (time.monotonic(), 0.0)
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread.start()
+
+    # --- called from other threads ---------------------------------------------------------------------
+
+    def post_link(self, link: Link) -> None:
+        self._inbox.put(lambda: setattr(self, "_next_link", link))
+
+    def post_steps(self, steps: list[stage_pb2.Step]) -> None:
+        self._inbox.put(lambda: self._take_steps(steps))
+
+    def post_frame(self, frame: Frame) -> None:
+        self._inbox.put(lambda: self._take_frame(frame))
+
+    def post_failure(self, error: PipeLLMError) -> None:
+        def fail() -> None:
+            raise error
+
+        self._inbox.put(fail)
+
+    def close(self) -> None:
+        """Ends the thread after the forward it is in. Idempotent."""
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def busy_fraction(self) -> float:
+        """Share of the time since the last call that was spent computing."""
+        now, busy = time.monotonic(), self._busy_s
+        (then, before), self._reported = self._reported, (now, busy)
+        return (busy - before) / max(now - then, 1e-9)
+
+    # --- the engine's thread -----------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+        except PipeLLMError as error:
+            self._on_failure(error)
+        except Exception as error:
+            self._log.error("engine_failed", exc_info=error)
+            self._on_failure(PipeLLMError(f"the stage's engine failed: {type(error).__name__}: {error}"))
+
+    def _turn(self) -> bool:
+        """Takes in what has arrived, then runs one forward. False when told to end."""
+        work = self._next_ready()
+        while work is None or not self._inbox.empty():
+            event = self._inbox.get()
+            if event is None:
+                return False
+            event()
+            work = work or self._next_ready()
+        self._run(work)
+        return True
+
+    def _take_steps(self, steps: list[stage_pb2.Step]) -> None:
+        for step in steps:
+            self.sequences.enter(step)
+            if not step.items:
+                self._respond(acknowledged=step.step_id)
+                continue
+            if step.group not in self._groups:
+                self._groups[step.group] = deque()
+                self._turns.append(step.group)
+            self._groups[step.group].append(_Work(step))
+
+    def _take_frame(self, frame: Frame) -> None:
+        if frame.epoch != self.epoch:
+            self._log.warning("foreign_frame_dropped", frame_epoch=frame.epoch)
+        elif frame.kind == FrameKind.HIDDEN_STATES:
+            # The frame's bytes are read-only; a backend may work in place.
+            hidden_states = torch.from_numpy(frame.payload.copy())
+            self._frames[frame.step_id, frame.repeat] = hidden_states
+        else:
+            self._take_tokens(frame)
+
+    def _take_tokens(self, frame: Frame) -> None:
+        step = self._undrawn[frame.step_id].step
+        self._enter_drawn(step, frame.repeat, frame.payload[:, 0].tolist())
+        if frame.repeat == step.repeat - 1:
+            del self._undrawn[frame.step_id]
+
+    def _enter_drawn(self, step: stage_pb2.Step, repeat: int, tokens: list[int]) -> None:
+        drawn = iter(tokens)
+        for item in step.items:
+            sequence = self.sequences.get(item.sequence_id)
+            for position in item.sample_positions:
+                token = next(drawn)
+                if sequence is not None:  # else freed meanwhile: the token is overrun
+                    sequence.set_tokens(position + repeat + 1, (token,))
+
+    def _next_ready(self) -> _Work | None:
+        for _ in range(len(self._turns)):
+            group = self._turns[0]
+            self._turns.rotate(-1)
+            works = self._groups[group]
+            if works and self._is_ready(works[0]):
+                return works[0]
+        return None
+
+    def _is_ready(self, work: _Work) -> bool:
+        if not self._runner.has_embedding:
+            return (work.step.step_id, work.repeat) in self._frames
+        return all(
+            len(self.sequences[item.sequence_id].tokens)
+            >= item.start_position + item.num_tokens + work.repeat
+            for item in work.step.items
+        )
+
+    def _run(self, work: _Work) -> None:
+        started = time.monotonic()
+        step, repeat = work.step, work.repeat
+        hidden_states = self._forward(work)
+        if not self._runner.has_head:
+            self._send(FrameKind.HIDDEN_STATES, step, repeat, hidden_states.cpu().numpy())
+            if self._runner.has_embedding and any(item.sample_positions for item in step.items):
+                self._undrawn.setdefault(step.step_id, work)
+        work.repeat += 1
+        done = work.repeat == step.repeat
+        result = self._draw(step, repeat, hidden_states) if self._runner.has_head else None
+        if done:
+            self._groups[step.group].popleft()
+            self.sequences.step_done(step)
+        self._busy_s += time.monotonic() - started
+        if done or result is not None:
+            self._respond(result, step.step_id if done else None)
+
+    def _forward(self, work: _Work) -> torch.Tensor:
+        placed = []
+        tokens: list[int] = []
+        for item in work.step.items:
+            sequence = self.sequences[item.sequence_id]
+            start = item.start_position + work.repeat
+            placed.append((start, item.num_tokens, sequence.block_table))
+            if self._runner.has_embedding:
+                tokens += sequence.tokens[start : start + item.num_tokens]
+        batch = make_batch(placed, self.sequences.block_size)
+        if self._runner.has_embedding:
+            return self._runner.forward(batch, np.asarray(tokens, dtype=np.int32))
+        return self._runner.forward(batch, self._frames.pop((work.step.step_id, work.repeat)))
+
+    def _draw(
+        self, step: stage_pb2.Step, repeat: int, hidden_states: torch.Tensor
+    ) -> stage_pb2.StepResult | None:
+        """Draws a token after each position the step samples; enters, relays and reports them."""
+        rows: list[int] = []
+        options: list[sampler.SamplingOptions] = []
+        histories: list[list[int]] = []
+        places: list[tuple[int, int]] = []  # sequence, position of the drawn token
+        row = 0
+        for item in step.items:
+            sequence = self.sequences[item.sequence_id]
+            for position in item.sample_positions:
+                end = position + repeat + 1
+                known = sequence.tokens
+                rows.append(row + position - item.start_position)
+                options.append(sequence.options)
+                histories.append(known if len(known) == end else known[:end])
+                places.append((item.sequence_id, end))
+            row += item.num_tokens
+        if not rows:
+            return None
+        logits = self._runner.logits(hidden_states, np.asarray(rows)).cpu()
+        drawn = sampler.sample(logits, options, histories)
+        tokens = [one.token_id for one in drawn]
+        self._enter_drawn(step, repeat, tokens)
+        if not self._runner.has_embedding:
+            self._send(FrameKind.TOKENS, step, repeat, np.asarray(tokens, dtype=np.int32)[:, None])
+        result = stage_pb2.StepResult(step_id=step.step_id, repeat=repeat)
+        for (sequence_id, position), one in zip(places, drawn, strict=True):
+            result.tokens.add(
+                sequence_id=sequence_id,
+                position=position,
+                token_id=one.token_id,
+                logprob=one.logprob,
+                top=[model_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in one.top],
+            )
+        return result
+
+    def _send(self, kind: FrameKind, step: stage_pb2.Step, repeat: int, payload: np.ndarray) -> None:
+        if self._next_link is None:
+            raise PipeLLMError("a step came before the link to the next stage was attached")
+        self._next_link.send(Frame(kind, self.epoch, step.step_id, repeat, payload))
+
+    def _respond(
+        self, result: stage_pb2.StepResult | None = None, acknowledged: int | None = None
+    ) -> None:
+        self._on_response(
+            stage_pb2.ExecuteResponse(
+                results=() if result is None else (result,),
+                acknowledged_steps=() if acknowledged is None else (acknowledged,),
+            )
+        )

@@ -1,0 +1,77 @@
+"""Keeps this stage registered with the coordinator: registers, renews the lease, and leaves cleanly."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import grpc
+
+from common import rpc
+from common.errors import NotReadyError, PipeLLMError
+from common.log import get_logger
+from protos import coordinator_pb2, coordinator_pb2_grpc
+
+_CALL_TIMEOUT_S = 2.0
+_LEAVE_TIMEOUT_S = 15.0  # the coordinator lets running requests finish first
+_RETRY_S = 0.5
+
+
+class Registration:
+    """A thread that registers and renews. `on_registered` is called at the first success; `on_refused` when
+    the coordinator will never take this stage (another protocol version)."""
+
+    def __init__(
+        self,
+        coordinator: str,
+        request: coordinator_pb2.RegisterStageRequest,
+        on_registered: Callable[[], None],
+        on_refused: Callable[[PipeLLMError], None],
+    ) -> None:
+        self._coordinator = coordinator
+        self._request = request
+        self._on_registered = on_registered
+        self._on_refused = on_refused
+        self._log = get_logger()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="registration", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Stops renewing and tells the coordinator; returns when running requests have ended."""
+        self._stop.set()
+        self._thread.join()
+        with rpc.dial(self._coordinator) as channel:
+            stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+            try:
+                stub.DeregisterStage(
+                    coordinator_pb2.DeregisterStageRequest(
+                        stage_id=self._request.stage_id, instance_id=self._request.instance_id
+                    ),
+                    timeout=_LEAVE_TIMEOUT_S,
+                )
+            except grpc.RpcError as error:
+                self._log.info("deregistration_failed", reason=str(rpc.from_rpc_error(error, "coordinator")))
+
+    def _main(self) -> None:
+        peer = f"the coordinator at {self._coordinator}"
+        registered = ever = False
+        with rpc.dial(self._coordinator) as channel:
+            stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+            wait_s = 0.0
+            while not self._stop.wait(wait_s):
+                try:
+                    answer = stub.RegisterStage(self._request, timeout=_CALL_TIMEOUT_S)
+                except grpc.RpcError as failure:
+                    error = rpc.from_rpc_error(failure, peer)
+                    if isinstance(error, NotReadyError):
+                        self._on_refused(error)
+                        return
+                    if registered or not ever:
+                        self._log.warning("not_registered", reason=str(error))
+                    registered, ever, wait_s = False, True, _RETRY_S
+                    continue
+                if not registered:
+                    self._log.info("registered", coordinator=self._coordinator, lease_s=answer.lease_s)
+                    self._on_registered()
+                registered, ever, wait_s = True, True, answer.lease_s / 3

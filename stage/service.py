@@ -1,0 +1,319 @@
+"""StageService: a thin servicer between the wire and the engine.
+
+It holds at most one loaded epoch (`_Loaded`), and makes sure that whatever ends it (a newer Load, Unload, a
+failure, the daemon's end) releases its engine, link and memory. Arithmetic, sequences and order of work are
+the engine's.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from common import rpc
+from common.errors import (
+    CancelledError,
+    InvalidRequestError,
+    NotReadyError,
+    OutOfCapacityError,
+    PipeLLMError,
+    UnavailableError,
+    UnknownModelError,
+)
+from common.gguf.reader import GGUFFile
+from common.log import get_logger
+from common.wire import Frame
+from protos import stage_pb2, stage_pb2_grpc
+from stage import profiler
+from stage.backends.base import Backend
+from stage.config import StageConfig
+from stage.device import device_info
+from stage.engine import Engine
+from stage.links import grpc_link
+from stage.links.base import Link
+from stage.links.connect import connect
+from stage.links.shm_link import ShmListener
+from stage.model.registry import build_spec
+from stage.model.spec import ModelSpec
+from stage.runner import Runner
+from stage.sequences import SequenceTable
+
+_POLL_S = 0.5  # how often a waiting stream looks whether its caller is still there
+
+
+class _Loaded:
+    """One epoch: the runner and its engine, the link out, and where results go."""
+
+    def __init__(self, request: stage_pb2.LoadRequest, runner: Runner, spec: ModelSpec) -> None:
+        self.request = request
+        self.hidden_size = spec.hidden_size
+        self.runner = runner
+        self.link: Link | None = None
+        self.executing = False
+        # Responses for the Execute stream; an exception ends it.
+        self.responses: queue.SimpleQueue[stage_pb2.ExecuteResponse | PipeLLMError] = queue.SimpleQueue()
+        sequences = SequenceTable(
+            request.num_kv_blocks, request.kv_block_size, request.max_step_tokens, spec.vocab_size
+        )
+        self.engine = Engine(runner, sequences, request.epoch, self.responses.put, self.responses.put)
+
+    def close(self, error: PipeLLMError) -> None:
+        self.responses.put(error)
+        if self.link is not None:
+            self.link.close()
+        self.engine.close()
+        self.runner.close()
+
+
+class StageService(stage_pb2_grpc.StageServiceServicer):
+    """Serves one device. `make_backend` is called for each load, so that a broken one is never reused."""
+
+    def __init__(
+        self,
+        config: StageConfig,
+        instance_id: str,
+        make_backend: Callable[[], Backend],
+    ) -> None:
+        self._config = config
+        self._stage_id = config.stage_id
+        self._instance_id = instance_id
+        self._make_backend = make_backend
+        self._device = device_info(make_backend())
+        self._shm = ShmListener(instance_id, self._accept_frame)
+        self._lock = threading.Lock()  # guards what is loaded and being loaded
+        self._loading = False
+        self._loaded: _Loaded | None = None
+        self._log = get_logger()
+
+    @property
+    def device(self) -> Any:
+        return self._device
+
+    def close(self) -> None:
+        self._drop(UnavailableError(f"stage {self._stage_id} is shutting down"))
+        self._shm.close()
+
+    # --- state -------------------------------------------------------------------------------------------
+
+    def _drop(self, error: PipeLLMError) -> None:
+        with self._lock:
+            loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.close(error)
+
+    def _epoch(self, epoch: int) -> _Loaded:
+        loaded = self._loaded
+        if loaded is None or loaded.request.epoch != epoch:
+            held = f"epoch {loaded.request.epoch}" if loaded else "nothing"
+            raise NotReadyError(f"stage {self._stage_id}: epoch {epoch} was asked for, {held} is loaded")
+        return loaded
+
+    # --- RPCs --------------------------------------------------------------------------------------------
+
+    def Describe(self, request: Any, context: grpc.ServicerContext) -> stage_pb2.DescribeResponse:
+        response = stage_pb2.DescribeResponse(
+            stage_id=self._stage_id,
+            instance_id=self._instance_id,
+            protocol_version=rpc.PROTOCOL_VERSION,
+            device=self._device,
+            resident_bytes=psutil.Process(os.getpid()).memory_info().rss,
+        )
+        loaded = self._loaded
+        if loaded is not None:
+            load, sequences = loaded.request, loaded.engine.sequences
+            response.epoch = load.epoch
+            response.fingerprint = load.fingerprint
+            response.layer_start, response.layer_end = load.layer_start, load.layer_end
+            response.weight_bytes = loaded.runner.weight_bytes
+            response.kv_bytes = loaded.runner.kv.nbytes
+            response.busy_fraction = loaded.engine.busy_fraction()
+            response.num_kv_blocks = load.num_kv_blocks
+            response.kv_blocks_in_use = sequences.blocks_in_use
+            response.num_sequences = len(sequences)
+        return response
+
+    def Profile(
+        self, request: stage_pb2.ProfileRequest, context: grpc.ServicerContext
+    ) -> stage_pb2.ProfileResponse:
+        if self._loaded is not None:
+            raise NotReadyError(f"stage {self._stage_id} serves a model; unload it before measuring another")
+        with self._open(request) as file:
+            spec = build_spec(file, request.context_length or None)
+            backend = self._make_backend()
+            try:
+                backend.check(spec)
+                return profiler.measure(backend, file, spec)
+            finally:
+                backend.close()
+
+    def Load(
+        self, request: stage_pb2.LoadRequest, context: grpc.ServicerContext
+    ) -> Iterator[stage_pb2.LoadResponse]:
+        with self._lock:
+            if self._loading:
+                raise NotReadyError(f"stage {self._stage_id} is loading already")
+            self._loading = True
+        try:
+            self._drop(UnavailableError(f"stage {self._stage_id} was given a new plan"))
+            yield from self._load(request, context)
+        finally:
+            self._loading = False
+
+    def _load(
+        self, request: stage_pb2.LoadRequest, context: grpc.ServicerContext
+    ) -> Iterator[stage_pb2.LoadResponse]:
+        events: queue.SimpleQueue[tuple[int, int] | _Loaded | Exception] = queue.SimpleQueue()
+        cancelled = threading.Event()
+
+        def work() -> None:
+            try:
+                events.put(self._make_loaded(request, lambda *done: events.put(done), cancelled.is_set))
+            except Exception as error:
+                events.put(error)
+
+        thread = threading.Thread(target=work, name="load", daemon=True)
+        thread.start()
+        try:
+            while True:
+                try:
+                    event = events.get(timeout=_POLL_S)
+                except queue.Empty:
+                    if not context.is_active():
+                        raise CancelledError("the coordinator left while the model was loading") from None
+                    continue
+                if isinstance(event, Exception):
+                    raise event
+                if isinstance(event, _Loaded):
+                    break
+                yield stage_pb2.LoadResponse(bytes_done=event[0], bytes_total=event[1])
+        except BaseException:  # GeneratorExit too: the caller went away
+            cancelled.set()
+            thread.join()
+            while not events.empty():
+                if isinstance(late := events.get(), _Loaded):
+                    late.close(CancelledError("the coordinator left"))
+            raise
+        with self._lock:
+            self._loaded = event
+        weight_bytes, kv_bytes = event.runner.weight_bytes, event.runner.kv.nbytes
+        self._log.info(
+            "loaded", epoch=request.epoch, layer_start=request.layer_start, layer_end=request.layer_end,
+            weight_bytes=weight_bytes, kv_bytes=kv_bytes,
+        )  # fmt: skip
+        yield stage_pb2.LoadResponse(
+            bytes_done=weight_bytes, bytes_total=weight_bytes, loaded=True, weight_bytes=weight_bytes,
+            kv_bytes=kv_bytes,
+        )  # fmt: skip
+
+    def _make_loaded(
+        self,
+        request: stage_pb2.LoadRequest,
+        on_progress: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+    ) -> _Loaded:
+        if request.epoch < 1 or request.kv_block_size < 1 or request.max_step_tokens < 1:
+            raise InvalidRequestError("Load: epoch, kv_block_size and max_step_tokens must be positive")
+        backend = self._make_backend()
+        try:
+            with self._open(request) as file:
+                spec = build_spec(file, request.context_length or None)
+                backend.check(spec)
+                runner = Runner.load(
+                    backend, file, spec, request.layer_start, request.layer_end,
+                    embedding=request.embedding, head=request.head, num_kv_blocks=request.num_kv_blocks,
+                    kv_block_size=request.kv_block_size, on_progress=on_progress, cancelled=cancelled,
+                )  # fmt: skip
+        except MemoryError as error:
+            backend.close()
+            raise OutOfCapacityError(f"stage {self._stage_id}: out of memory at load: {error}") from error
+        except BaseException:
+            backend.close()
+            raise
+        return _Loaded(request, runner, spec)
+
+    def Unload(self, request: Any, context: grpc.ServicerContext) -> stage_pb2.UnloadResponse:
+        self._drop(UnavailableError(f"stage {self._stage_id} was unloaded"))
+        return stage_pb2.UnloadResponse()
+
+    def AttachLink(
+        self, request: stage_pb2.AttachLinkRequest, context: grpc.ServicerContext
+    ) -> stage_pb2.AttachLinkResponse:
+        loaded = self._epoch(request.epoch)
+
+        def broken(error: PipeLLMError) -> None:
+            loaded.engine.post_failure(UnavailableError(f"stage {self._stage_id}: {error}"))
+
+        max_payload_bytes = loaded.request.max_step_tokens * loaded.hidden_size * 4
+        link = connect(request, self._device.boot_id, self._config.carrier, max_payload_bytes, broken)
+        if loaded.link is not None:
+            loaded.link.close()
+        loaded.link = link
+        loaded.engine.post_link(link)
+        return stage_pb2.AttachLinkResponse(carrier=link.carrier, round_trip_s=link.round_trip_s)
+
+    def StreamFrames(
+        self, request_iterator: Iterable[stage_pb2.StreamFramesRequest], context: grpc.ServicerContext
+    ) -> Iterator[stage_pb2.StreamFramesResponse]:
+        yield from grpc_link.serve(request_iterator, self._accept_frame)
+
+    def _accept_frame(self, frame: Frame) -> None:
+        self._epoch(frame.epoch).engine.post_frame(frame)
+
+    def Execute(
+        self, request_iterator: Iterator[stage_pb2.ExecuteRequest], context: grpc.ServicerContext
+    ) -> Iterator[stage_pb2.ExecuteResponse]:
+        try:
+            first = next(request_iterator)
+        except StopIteration:
+            raise InvalidRequestError("Execute: the stream ended before it named its epoch") from None
+        loaded = self._epoch(first.epoch)
+        if loaded.executing:
+            raise NotReadyError(f"Execute: epoch {first.epoch} has a stream already")
+        loaded.executing = True
+
+        def take() -> None:
+            loaded.engine.post_steps(list(first.steps))
+            try:
+                for request in request_iterator:
+                    loaded.engine.post_steps(list(request.steps))
+            except grpc.RpcError:
+                pass  # the coordinator is gone; the answering side below sees it too
+            loaded.responses.put(CancelledError("the coordinator ended the stream"))
+
+        threading.Thread(target=take, name="execute-reader", daemon=True).start()
+        reason: PipeLLMError = CancelledError("the coordinator left")
+        try:
+            while not isinstance(response := loaded.responses.get(), PipeLLMError):
+                yield response
+            reason = response
+            raise response
+        finally:
+            # Without its steps an epoch is of no use: a coordinator that comes back loads a new one.
+            self._log.info("epoch_ended", epoch=first.epoch, reason=str(reason))
+            if self._loaded is loaded:
+                self._drop(reason)
+
+    def _open(self, request: stage_pb2.ProfileRequest | stage_pb2.LoadRequest) -> GGUFFile:
+        """The model file, if it is the one that the coordinator means. Raises NotReadyError if it is not."""
+        own = (Path(directory, request.model_file) for directory in self._config.model_dir)
+        path = next((path for path in own if path.exists()), None)
+        if path is None and self._config.model_dir:
+            raise UnknownModelError(
+                f"stage {self._stage_id}: no {request.model_file} in {', '.join(self._config.model_dir)}"
+            )
+        file = GGUFFile.open(path or request.model_path)
+        if request.fingerprint and file.fingerprint != request.fingerprint:
+            file.close()
+            raise NotReadyError(
+                f"stage {self._stage_id}: {path or request.model_path} is not the coordinator's file: its "
+                f"header hashes to {file.fingerprint[:12]}, the coordinator's to {request.fingerprint[:12]}; "
+                "copy the same file to both"
+            )
+        return file

@@ -1,0 +1,177 @@
+"""A mesh of its own: it answers, and nothing of it is left running, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from client import LocalMesh, public_models
+from client.events import Delta, Finished
+from client.mesh_state import LoadProgress, Model, Plan
+from common.errors import CorruptDataError, InvalidRequestError, UnavailableError, UnknownModelError
+from tests.conftest import ROOT
+from tests.gguf_files import write_tiny_llama
+
+NOWHERE = {"PIPELLM_COORDINATOR": "unix:/nonexistent/socket"}
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def folders(tmp: Path) -> list[str]:
+    return [path.name for path in tmp.glob("pipellm-*")]
+
+
+def start(tmp: Path, *argv: str) -> subprocess.Popen[bytes]:
+    """A program with its temporary files in `tmp` and no coordinator in sight."""
+    env = os.environ | NOWHERE | {"TMPDIR": str(tmp)}
+    return subprocess.Popen(
+        [sys.executable, *argv], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tmp(tmp_path: Path) -> Path:
+    folder = tmp_path / "t"
+    folder.mkdir()
+    return folder
+
+
+def test_it_tells_of_its_start_answers_and_is_gone(
+    tmp: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp))
+    monkeypatch.setenv("PIPELLM_LISTEN", "127.0.0.1:1")  # for daemons started by hand, not for these
+    events: list[object] = []
+    with LocalMesh(tiny_model, stages=2, context_length=128, threads=1, on_event=events.append) as mesh:
+        pids = mesh.pids
+        assert len(alive(pids)) == 3
+        answer = list(mesh.client.generate("once", max_tokens=5, temperature=0.0, ignore_eos=True))
+        assert isinstance(answer[-1], Finished) and answer[-1].generated_tokens == 5
+        assert answer[-1].context_length == 128
+        assert len(mesh.plan.windows) == 2 and mesh.plan.windows[0].layer_start == 0
+        assert os.stat(tmp / folders(tmp)[0]).st_mode & 0o077 == 0  # no one else gets at its sockets
+    assert alive(pids) == [] and folders(tmp) == []
+    phases = [event.phase for event in events if isinstance(event, LoadProgress)]
+    assert list(dict.fromkeys(phases)) == ["start", "measure", "load", "link", "check"]
+    assert sum(isinstance(event, Plan) for event in events) == 1 and isinstance(events[-1], Model)
+    mesh.stop()  # once more does no harm
+
+
+def test_a_split_model_and_a_name_without_ending_are_found(tmp_path: Path) -> None:
+    parts = write_tiny_llama(tmp_path / "split.gguf", layers=2, max_tensors_per_file=8)
+    assert "-00001-of-" in parts.name
+    with LocalMesh(parts, stages=1, threads=1) as mesh:
+        assert mesh.model.name == "split"
+    blob = write_tiny_llama(tmp_path / "x.gguf", layers=2).rename(tmp_path / "sha256-abc")
+    with LocalMesh(blob, stages=1, threads=1) as mesh:
+        assert mesh.model.name == "sha256-abc"
+
+
+def test_what_cannot_start_says_why_and_leaves_nothing(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp))
+    with pytest.raises(UnknownModelError, match=r"missing.gguf: no such file"):
+        LocalMesh(tmp / "missing.gguf", stages=1).start()
+    picture = tmp / "picture.gguf"
+    picture.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    mesh = LocalMesh(picture, stages=1, threads=1)
+    with pytest.raises(CorruptDataError, match=r"picture.gguf.*PNG"), mesh:
+        pass
+    assert mesh.pids == [] and folders(tmp) == []
+    with pytest.raises(InvalidRequestError, match="context"), LocalMesh(
+        write_tiny_llama(tmp / "tiny.gguf", layers=1, context=64), stages=1, context_length=100_000_000
+    ):
+        pass
+    assert folders(tmp) == []
+
+
+def test_a_stage_that_dies_ends_the_answer_with_a_reason(tiny_model: Path) -> None:
+    with LocalMesh(tiny_model, stages=2, threads=1) as mesh:
+        with pytest.raises(UnavailableError, match="stage-1"):
+            for event in mesh.client.generate("once", ignore_eos=True, temperature=0.0):
+                if isinstance(event, Delta):
+                    os.kill(mesh.pids[2], signal.SIGKILL)
+        assert len(alive(mesh.pids)) == 2
+
+
+def test_a_chat_without_a_coordinator_starts_a_mesh_and_stops_it(tmp: Path, tiny_model: Path) -> None:
+    argv = ["-m", "client.cli", "chat", str(tiny_model), "--stages", "2", "--threads", "1"]
+    chat = start(tmp, *argv, "--max-tokens", "5", "--ignore-eos")
+    stdout, stderr = chat.communicate(b"who is it\n", timeout=120)
+    assert (chat.returncode, stderr) == (0, b"") and stdout.strip()
+    assert folders(tmp) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -signal.SIGKILL)],
+)
+@pytest.mark.parametrize("loading", [True, False], ids=["loading", "answering"])
+def test_however_it_is_ended_nothing_is_left(
+    tmp: Path, tiny_model: Path, number: signal.Signals, code: int, loading: bool
+) -> None:
+    argv = ["-m", "client.cli", "chat", str(tiny_model), "--stages", "2", "--threads", "1", "--ignore-eos"]
+    chat = start(tmp, *argv)
+    try:
+        assert chat.stdin and chat.stdout
+        chat.stdin.write(b"who is it\n")
+        chat.stdin.close()
+        assert until(lambda: len(psutil.Process(chat.pid).children()) == 3)
+        daemons = [child.pid for child in psutil.Process(chat.pid).children(recursive=True)]
+        if not loading:
+            assert os.read(chat.stdout.fileno(), 1)
+            daemons = [child.pid for child in psutil.Process(chat.pid).children(recursive=True)]
+        chat.send_signal(number)
+        assert chat.wait(30) == code
+    finally:
+        chat.kill()
+        chat.communicate()
+    assert until(lambda: alive(daemons) == [], 10)
+    assert number == signal.SIGKILL or folders(tmp) == []
+
+
+@pytest.mark.slow
+def test_the_demo_shows_plan_answer_and_speed(tmp: Path) -> None:
+    if not public_models.find("smollm2"):
+        pytest.skip("the demo's model has not been fetched (make model)")
+    demo = start(tmp, "-m", "client.demo")
+    stdout, stderr = demo.communicate(timeout=240)
+    assert (demo.returncode, stderr) == (0, b"")
+    text = stdout.decode()
+    assert "stage-0: layers 0 to " in text and "to 29, head" in text
+    assert "time to first token" in text and "tokens/s" in text and "stopped" in text
+    assert "light" in text  # why the sky is blue
+    assert folders(tmp) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_demo_whole(tmp: Path) -> None:
+    if not public_models.find("smollm2"):
+        pytest.skip("the demo's model has not been fetched (make model)")
+    demo = start(tmp, "-m", "client.demo")
+    try:
+        assert until(lambda: len(psutil.Process(demo.pid).children()) == 3)
+        daemons = [child.pid for child in psutil.Process(demo.pid).children(recursive=True)]
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(30) == 130
+    finally:
+        demo.kill()
+        demo.communicate()
+    assert alive(daemons) == [] and folders(tmp) == []
