@@ -55,7 +55,8 @@ def run(settings: ChatSettings) -> None:
     with connected(settings.target) as (client, model):
         session = ChatSession(model.name, settings.system, dict(settings.options))
         if interactive:
-            Conversation(client, session, settings).run()
+            with _quiet_terminal():
+                Conversation(client, session, settings).run()
         else:
             session.ask(question.rstrip("\n"))
             _answer_to_pipe(client, session, settings.timeout_s)
@@ -132,7 +133,7 @@ class Conversation:
         try:
             events = _chat(self._client, self._session, self._timeout_s)
             view = AnswerView(self._console, self._plain)
-            with events, _quiet_terminal(), _interrupts(events), view:
+            with events, _interrupts(events), view:
                 for event in events:
                     if isinstance(event, Delta):
                         last_at = time.monotonic()
@@ -175,7 +176,7 @@ def summary(finished: Finished, first_token_s: float) -> str:
 
 @contextmanager
 def _quiet_terminal() -> Iterator[None]:
-    """Within it, typing is not echoed into what is being drawn; it waits for the next prompt."""
+    """Between prompts, typing is not echoed into what is being drawn; it waits for the next prompt."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     quiet = termios.tcgetattr(fd)
