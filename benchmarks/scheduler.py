@@ -72,11 +72,10 @@ def main() -> None:
                 scheduler.on_acknowledged(stage, step.step_id)
             spent_s += time.perf_counter() - began
             steps += 1
-    print(
-        f"{steps / spent_s:,.0f} steps/s, {tokens / spent_s:,.0f} tokens/s ({1e6 * spent_s / steps:.0f} us a step)"
-    )
-    print(json.dumps({"benchmark": "scheduler", **vars(args), "steps_per_s": round(steps / spent_s, 1),
-                      "tokens_per_s": round(tokens / spent_s, 1)}))  # fmt: skip
+    per_s, tokens_per_s = steps / spent_s, tokens / spent_s
+    print(f"{per_s:,.0f} steps/s, {tokens_per_s:,.0f} tokens/s, {1e6 / per_s:.0f} us a step")
+    result = {"benchmark": "scheduler", **vars(args)}
+    print(json.dumps(result | {"steps_per_s": round(per_s, 1), "tokens_per_s": round(tokens_per_s, 1)}))
 
 
 if __name__ == "__main__":
