@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import stage  # noqa: F401  before any test imports torch: it says how idle computing threads wait
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
