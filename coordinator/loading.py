@@ -75,6 +75,7 @@ def make_plan(
             embedding_bytes=profile.embedding_bytes,
             head_bytes=profile.head_bytes,
             memory_budget_bytes=profile.memory_budget_bytes,
+            kv_block_size=profile.kv_block_size,
         )
         for member, profile in zip(members, profiles, strict=True)
     ]

@@ -5,40 +5,21 @@ Pure: accepted tokens go in, events for the client come out. Queueing and comput
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, UnsupportedModelError
 from coordinator import sequence
+from coordinator.sampling import resolve_sampling
+from coordinator.stop_strings import StopStrings
 from protos import coordinator_pb2, model_pb2, stage_pb2
 
 MAX_TOP_LOGPROBS = 20
-
-# Default, and the key of general.sampling.* in a model file.
-_NUMBERS: Mapping[str, tuple[float, str]] = {
-    "temperature": (0.8, "temp"),
-    "top_k": (40, "top_k"),
-    "top_p": (0.95, "top_p"),
-    "min_p": (0.05, "min_p"),
-    "typical_p": (1.0, "typical_p"),
-    "repeat_penalty": (1.0, "penalty_repeat"),
-    "repeat_last_n": (64, "penalty_last_n"),
-    "presence_penalty": (0.0, "penalty_present"),
-    "frequency_penalty": (0.0, "penalty_freq"),
-}
-_WHOLE_NUMBERS = ("top_k", "repeat_last_n")
-_RANGES: Mapping[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "typical_p": (0.0, 1.0),
-    "repeat_penalty": (0.001, 1000.0),
-    "presence_penalty": (-100.0, 100.0),
-    "frequency_penalty": (-100.0, 100.0),
-}
+MAX_STOPS = 32
+MAX_STOP_CHARACTERS = 1000
+MAX_REQUEST_ID_CHARACTERS = 200
 
 FinishReason = coordinator_pb2.FinishReason
 Event = coordinator_pb2.GenerationDelta | coordinator_pb2.GenerationFinished
@@ -66,14 +47,15 @@ class ModelLimits:
     vocab_size: int
     context_length: int
     eog_ids: Collection[int]
-    sampling_defaults: Mapping[str, Any]  # the file's general.sampling.*, without the prefix
+    sampling_defaults: Mapping[str, float]  # the file's, as `file_sampling_defaults` gives them
     vocabulary: Vocabulary | None  # None: token ids only
 
 
 class Request:
-    """A checked request; `sequence` is what a scheduler takes.
+    """A checked request; `sequence` is what a scheduler takes, `started` the first event for the client.
 
-    Raises InvalidRequestError, naming the field, for anything that cannot be done.
+    InvalidRequestError, naming the field, for anything that cannot be done; UnsupportedModelError for text
+    wanted of a model without a tokenizer.
     """
 
     def __init__(
@@ -86,13 +68,20 @@ class Request:
     ) -> None:
         _check_options(options, model)
         _check_prompt(prompt, model)
-        sampling = resolve_sampling(options.sampling, model)
-        self._options = options
+        sampling = resolve_sampling(
+            options.sampling,
+            model.sampling_defaults,
+            model.vocab_size,
+            model.eog_ids,
+            random_seed=secrets.randbits(32),
+        )
         self._model = model
+        self._with_logprobs = options.logprobs
+        self._with_ids = options.return_ids or model.vocabulary is None
         self._ends = frozenset() if options.sampling.ignore_eos else frozenset(model.eog_ids)
         vocabulary = model.vocabulary
         self._decoder = None if vocabulary is None else vocabulary.stream_decoder(after=prompt[-1])
-        self._held = ""  # text that may turn out to begin a stop string
+        self._stops = StopStrings(options.stop)
         self.sequence = sequence.Sequence(
             sequence_id=sequence_id,
             tokens=list(prompt),
@@ -111,58 +100,44 @@ class Request:
         )
 
     def push(self, token: stage_pb2.SampledToken) -> list[Event]:
-        """The events of one accepted token; the last one is a GenerationFinished if the request ends."""
-        if token.token_id in self._ends:
-            return self._end(FinishReason.FINISH_REASON_STOP)
+        """The events of the sequence's newest token; the last is a GenerationFinished if it ends the request.
+
+        An end-of-generation token is reported (id, logprobs) and counted, but has no text.
+        """
         delta = coordinator_pb2.GenerationDelta()
-        if self._options.return_ids:
+        if self._with_ids:
             delta.token_ids.append(token.token_id)
-        if self._options.logprobs:
+        if self._with_logprobs:
             delta.tokens.append(self._token_info(token))
-        self._held += self._decoder.push(token.token_id) if self._decoder is not None else ""
-        stop = self._first_stop()
-        if stop is not None:
-            delta.text = self._held[: self._held.index(stop)]
-            self._held = ""
-            finished = self._finished(FinishReason.FINISH_REASON_STOP_STRING, stop)
-            return [delta, finished]
-        kept = self._num_held_back()
-        delta.text, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-        if len(self.sequence.tokens) < self.sequence.max_length:
-            return [delta] if delta.text or delta.token_ids or delta.tokens else []
-        full = self.sequence.max_length == self._model.context_length
-        out_of_tokens = self.sequence.num_generated >= self.sequence.max_tokens
-        reason = (
-            FinishReason.FINISH_REASON_CONTEXT_END
-            if full and not out_of_tokens
-            else FinishReason.FINISH_REASON_MAX_TOKENS
-        )
-        return [delta, *self._end(reason)]
+        reason, stop = FinishReason.FINISH_REASON_UNSPECIFIED, ""
+        if token.token_id in self._ends:
+            reason = FinishReason.FINISH_REASON_STOP
+        elif self._decoder is not None:
+            delta.text, stop = self._stops.push(self._decoder.push(token.token_id))
+        if stop:
+            return [delta, self._finished(FinishReason.FINISH_REASON_STOP_STRING, stop)]
+        if not reason and len(self.sequence.tokens) >= self.sequence.max_length:
+            reason = self._length_reason()
+        return self._end(reason, delta) if reason else _if_any(delta)
 
     def abort(self) -> list[Event]:
         """The events of an end by Abort."""
-        return self._end(FinishReason.FINISH_REASON_ABORTED)
+        return self._end(FinishReason.FINISH_REASON_ABORTED, coordinator_pb2.GenerationDelta())
 
-    def _end(self, reason: coordinator_pb2.FinishReason) -> list[Event]:
-        """What was held back, and the finish."""
-        text = self._held + (self._decoder.finish() if self._decoder is not None else "")
-        self._held = ""
-        finished = self._finished(reason, "")
-        return [coordinator_pb2.GenerationDelta(text=text), finished] if text else [finished]
+    def _length_reason(self) -> FinishReason:
+        if self.sequence.num_generated >= self.sequence.max_tokens:
+            return FinishReason.FINISH_REASON_MAX_TOKENS
+        return FinishReason.FINISH_REASON_CONTEXT_END
 
-    def _first_stop(self) -> str | None:
-        """The stop string that begins first in the text so far."""
-        found = [(self._held.find(stop), stop) for stop in self._options.stop]
-        return min((pair for pair in found if pair[0] >= 0), default=(0, None))[1]
+    def _end(self, reason: FinishReason, delta: coordinator_pb2.GenerationDelta) -> list[Event]:
+        """The last delta, with the text that was held back, and the finish."""
+        rest, stop = self._stops.push("" if self._decoder is None else self._decoder.finish())
+        if stop:  # begun before, completed by the U+FFFD of a character that never was
+            reason = FinishReason.FINISH_REASON_STOP_STRING
+        delta.text += rest + self._stops.finish()
+        return [*_if_any(delta), self._finished(reason, stop)]
 
-    def _num_held_back(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        for length in range(min(len(self._held), max(map(len, self._options.stop), default=1) - 1), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._options.stop):
-                return length
-        return 0
-
-    def _finished(self, reason: coordinator_pb2.FinishReason, stop: str) -> coordinator_pb2.GenerationFinished:
+    def _finished(self, reason: FinishReason, stop: str) -> coordinator_pb2.GenerationFinished:
         own = self.sequence
         first_step = own.first_step_s if own.first_step_s is not None else own.arrived_s
         first_token = own.first_token_s if own.first_token_s is not None else first_step
@@ -191,31 +166,8 @@ class Request:
         )
 
 
-def resolve_sampling(
-    options: model_pb2.SamplingOptions, model: ModelLimits
-) -> stage_pb2.ResolvedSampling:
-    """Every option filled in: the request's, else the model file's, else llama.cpp's default."""
-    resolved = stage_pb2.ResolvedSampling(
-        seed=options.seed if options.HasField("seed") else secrets.randbits(64),
-        logit_bias=options.logit_bias,
-        banned_token_ids=sorted(model.eog_ids) if options.ignore_eos else (),
-    )
-    for name, (default, key) in _NUMBERS.items():
-        if options.HasField(name):
-            value = getattr(options, name)
-            _check_number(name, value)
-        else:
-            value = model.sampling_defaults.get(key, default)
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                value = default
-        setattr(resolved, name, int(value) if name in _WHOLE_NUMBERS else float(value))
-    return resolved
-
-
-def _check_number(name: str, value: float) -> None:
-    low, high = _RANGES.get(name, (0, math.inf))
-    if not low <= value <= high:  # NaN is in no range
-        raise InvalidRequestError(f"{name} is {value:g}, it must be between {low:g} and {high:g}")
+def _if_any(delta: coordinator_pb2.GenerationDelta) -> list[Event]:
+    return [delta] if delta.text or delta.token_ids or delta.tokens else []
 
 
 def _check_options(options: coordinator_pb2.GenerationOptions, model: ModelLimits) -> None:
@@ -223,15 +175,23 @@ def _check_options(options: coordinator_pb2.GenerationOptions, model: ModelLimit
         raise InvalidRequestError("max_tokens is 0, at least 1 is needed")
     if options.top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequestError(f"top_logprobs is {options.top_logprobs}, at most {MAX_TOP_LOGPROBS}")
-    if any(not stop for stop in options.stop):
-        raise InvalidRequestError("stop: an empty stop string would end every answer at once")
+    if options.top_logprobs and not options.logprobs:
+        raise InvalidRequestError(f"top_logprobs is {options.top_logprobs}, but logprobs are not asked for")
     if options.stop and model.vocabulary is None:
-        raise InvalidRequestError(f"stop: model {model.name!r} has no tokenizer, so no text to stop at")
-    for bias in options.sampling.logit_bias:
-        if bias.token_id >= model.vocab_size:
-            raise InvalidRequestError(f"logit_bias: token id {bias.token_id} of {model.vocab_size}")
-        if math.isnan(bias.bias):
-            raise InvalidRequestError(f"logit_bias: the bias of token {bias.token_id} is not a number")
+        raise UnsupportedModelError(f"stop: model {model.name!r} has no tokenizer, so no text to stop at")
+    if len(options.stop) > MAX_STOPS:
+        raise InvalidRequestError(f"stop: {len(options.stop)} stop strings, at most {MAX_STOPS}")
+    for stop in options.stop:
+        if not stop:
+            raise InvalidRequestError("stop: an empty stop string would end every answer at once")
+        if len(stop) > MAX_STOP_CHARACTERS:
+            raise InvalidRequestError(
+                f"stop: a stop string of {len(stop)} characters, at most {MAX_STOP_CHARACTERS}"
+            )
+    if len(options.request_id) > MAX_REQUEST_ID_CHARACTERS or not options.request_id.isprintable():
+        raise InvalidRequestError(
+            f"request_id must be printable, and of at most {MAX_REQUEST_ID_CHARACTERS} characters"
+        )
 
 
 def _check_prompt(prompt: Sequence[int], model: ModelLimits) -> None:
@@ -243,4 +203,6 @@ def _check_prompt(prompt: Sequence[int], model: ModelLimits) -> None:
             "for an answer; shorten the prompt or load the model with a longer context"
         )
     if max(prompt) >= model.vocab_size:
-        raise InvalidRequestError(f"prompt: token id {max(prompt)} of a vocabulary of {model.vocab_size}")
+        raise InvalidRequestError(
+            f"prompt: token id {max(prompt)} is outside the vocabulary of {model.vocab_size} tokens"
+        )

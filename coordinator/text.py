@@ -11,6 +11,7 @@ from common.gguf.chat import encode_chat
 from common.gguf.chat_template import ChatTemplate
 from common.gguf.reader import GGUFFile
 from common.gguf.tokenizer import Tokenizer
+from coordinator.sampling import file_sampling_defaults
 from protos import coordinator_pb2
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -24,11 +25,7 @@ class ModelText:
         self.name = name
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
-        self.sampling_defaults = {
-            key.removeprefix("general.sampling."): value
-            for key, value in metadata.items()
-            if key.startswith("general.sampling.")
-        }
+        self.sampling_defaults = file_sampling_defaults(metadata, str(file.paths[0]))
         if not Tokenizer.present(metadata):
             return
         self.tokenizer = tokenizer = Tokenizer.from_metadata(metadata, str(file.paths[0]))
