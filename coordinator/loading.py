@@ -15,8 +15,9 @@ from common import rpc
 from common.errors import PipeLLMError, UnavailableError
 from coordinator.catalog import CatalogEntry
 from coordinator.config import CoordinatorConfig
+from coordinator.layer_split import StageCosts
 from coordinator.membership import Member
-from coordinator.planner import ModelCosts, Plan, PlanSettings, StageCosts, plan
+from coordinator.planner import ModelCosts, Plan, PlanSettings, plan
 from protos import coordinator_pb2, stage_pb2
 
 _MEASURE_TIMEOUT_S = 120.0

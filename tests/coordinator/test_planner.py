@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import NotReadyError, OutOfCapacityError
-from coordinator.planner import KV_SHARE, ModelCosts, Plan, PlanSettings, StageCosts, plan
+from coordinator.layer_split import StageCosts
+from coordinator.planner import KV_SHARE, ModelCosts, Plan, PlanSettings, plan
 
 MIB = 1 << 20
 MODEL = ModelCosts(num_layers=8, context_length=8192)
