@@ -15,6 +15,7 @@ from common.errors import NotReadyError, OutOfCapacityError
 from coordinator.layer_split import (
     Pool,
     Split,
+    Stage,
     StageCosts,
     best_split,
     cheapest_split,
@@ -137,8 +138,9 @@ def _blocks_that_fit(pools: Sequence[Pool], split: Split, block_size: int) -> in
         windows = [window for window in split if window[0] in pool.stages]
         if not windows:
             continue
-        everything = (pool, windows[0][1], windows[-1][2])
-        for holder, start, end in (everything, *windows):
+        together = (pool, windows[0][1], windows[-1][2])
+        holders: list[tuple[Pool | Stage, int, int]] = [together, *windows]
+        for holder, start, end in holders:
             left = holder.budget - int(holder.weights[end] - holder.weights[start])
             per_block = int(holder.kv_per_token[end] - holder.kv_per_token[start]) * block_size
             blocks.append(int(KV_SHARE * left) // max(1, per_block))
