@@ -1,0 +1,144 @@
+"""The CUDA backend: a layer as a handful of fused kernels on the file's own quantised weights.
+
+Operands of products are f16 (weights scaled by a power of two so that they cannot leave its range), sums, the
+residual stream, norms and the softmax are float32, the KV cache is f16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from common.errors import PipeLLMError, UnsupportedModelError
+from stage.backends.base import Batch, RawTensors
+from stage.backends.cuda import kv_cache
+from stage.backends.cuda.forward import Forward, Rows
+from stage.backends.cuda.kv_cache import HEAD_STRIDES, CudaKvCache
+from stage.backends.cuda.launch import Kernels
+from stage.backends.cuda.repack import packed_bytes
+from stage.backends.cuda.weights import Embedding, Head, Layer, WeightLoader
+from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, ModelSpec, MoeFfnSpec, SpecPart
+from stage.weights.quants import RawTensor
+
+RESERVE_BYTES = 1280 << 20  # what a step needs beyond weights and KV: operands, scratch, graphs, the context
+
+_MAX_GROUP, _MAX_EXPERTS, _MAX_EXPERTS_USED = 16, 512, 64
+
+
+class CudaBackend:
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise PipeLLMError(
+                "no usable NVIDIA GPU: torch finds no CUDA device (driver, or a build without CUDA)"
+            )
+        self.device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(self.device)
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        self.kernels = Kernels(self.device)
+        self.forward = Forward(self.kernels)
+        self._weights: WeightLoader | None = WeightLoader(self.device)
+        self._last: tuple[Batch, Rows] | None = None  # every layer of a step is run with the same batch
+
+    # --- what it can do, and what that takes --------------------------------------------------------------
+
+    def check(self, spec: ModelSpec) -> None:
+        for layer in spec.layers:
+            attention = layer.attention
+            where = f"layer {layer.index} of {spec.architecture}"
+            if attention.head_dim > HEAD_STRIDES[-1] or attention.head_dim % 8:
+                raise UnsupportedModelError(
+                    f"{where}: the CUDA backend knows head sizes up to {HEAD_STRIDES[-1]} in steps of 8, "
+                    f"not {attention.head_dim}"
+                )
+            group = attention.num_heads // attention.num_kv_heads
+            if group > _MAX_GROUP:
+                raise UnsupportedModelError(
+                    f"{where}: {group} heads share a KV head; the CUDA backend takes up to {_MAX_GROUP}"
+                )
+            if attention.q_norm and attention.k_norm and attention.q_norm.eps != attention.k_norm.eps:
+                raise UnsupportedModelError(f"{where}: Q and K norms with different epsilons")
+            ffn = layer.ffn
+            if isinstance(ffn, MoeFfnSpec):
+                if ffn.num_experts > _MAX_EXPERTS or ffn.num_experts_used > _MAX_EXPERTS_USED:
+                    raise UnsupportedModelError(
+                        f"{where}: {ffn.num_experts_used} of {ffn.num_experts} experts; the CUDA backend "
+                        f"takes up to {_MAX_EXPERTS_USED} of {_MAX_EXPERTS}"
+                    )
+                if any(part.bias for part in (ffn.gate, ffn.up, ffn.down)):
+                    raise UnsupportedModelError(f"{where}: the CUDA backend knows no biases of experts")
+            for linear in _linears(layer):
+                if linear.in_features % 4:
+                    raise UnsupportedModelError(
+                        f"{where}: {linear.weight.name} has rows of {linear.in_features} elements; the CUDA "
+                        "backend needs a multiple of 4"
+                    )
+
+    def stored_bytes(self, part: SpecPart, raw: RawTensors) -> int:
+        return sum(_stored_bytes(tensor) for tensor in raw.values())
+
+    def kv_bytes_per_token(self, layer: LayerSpec) -> int:
+        return kv_cache.kv_bytes_per_token(layer)
+
+    def memory_budget_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return max(0, free - RESERVE_BYTES)
+
+    # --- weights and cache --------------------------------------------------------------------------------
+
+    @property
+    def _loader(self) -> WeightLoader:
+        if self._weights is None:
+            raise PipeLLMError("the CUDA backend was closed")
+        return self._weights
+
+    def prepare_embedding(self, spec: EmbeddingSpec, raw: RawTensors) -> Embedding:
+        return self._loader.embedding(spec, raw)
+
+    def prepare_layer(self, spec: LayerSpec, raw: RawTensors) -> Layer:
+        return self._loader.layer(spec, raw)
+
+    def prepare_head(self, spec: HeadSpec, raw: RawTensors) -> Head:
+        return self._loader.head(spec, raw)
+
+    def allocate_kv(self, layers: Sequence[LayerSpec], num_blocks: int, block_size: int) -> CudaKvCache:
+        return CudaKvCache(layers, num_blocks, block_size, self.device)
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def embed(self, embedding: Embedding, token_ids: np.ndarray) -> torch.Tensor:
+        tokens = torch.from_numpy(np.ascontiguousarray(token_ids, dtype=np.int32)).to(self.device)
+        return self.forward.embed(embedding, tokens)
+
+    def run_layer(
+        self, layer: Layer, kv: CudaKvCache, batch: Batch, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        if self._last is None or self._last[0] is not batch:
+            self._last = (batch, Rows.of(batch, self.device))
+        hidden_states = hidden_states.to(self.device).contiguous()
+        self.forward.layer(layer, kv, self._last[1], hidden_states)
+        return hidden_states
+
+    def logits(self, head: Head, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.forward.logits(head, hidden_states.to(self.device).contiguous())
+
+    def close(self) -> None:
+        self._weights = None
+        self._last = None
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+
+def _linears(layer: LayerSpec) -> list[LinearSpec]:
+    attention, ffn = layer.attention, layer.ffn
+    return [attention.q, attention.k, attention.v, attention.output, ffn.gate, ffn.up, ffn.down]
+
+
+def _stored_bytes(raw: RawTensor) -> int:
+    if len(raw.shape) == 1:
+        return 4 * raw.shape[0]
+    stacked = int(np.prod(raw.shape[:-2], dtype=np.int64))
+    return stacked * packed_bytes(raw.ggml_type, raw.shape[-2], raw.shape[-1])

@@ -1,0 +1,310 @@
+// Attention of new rows over the paged cache, for decode and for prefill; layouts in rope.cuh.
+//
+// The matrix units take 16 query rows against 32 keys: a row is a (token, head) pair of one KV head's group, so
+// that the heads of a group share every load of K and V. Sums and the softmax are float32; P is f16.
+// Rows: tile row r is token r / group_size of the tile, head r % group_size (group rounded up to a power of two).
+#include "rope.cuh"
+
+struct AttentionArgs {
+    const u16* q;              // f16 [rows][num_heads][head_stride]
+    const u16* keys;
+    const u16* values;
+    const int* positions;      // int [rows]
+    const int* block_tables;   // int [tables][table_stride]; entries past a sequence's blocks name any valid block
+    const int4* tiles;         // (first row, tokens, table, -) a tile; null: tile i is row i, table i
+    u16* out;                  // f16 [rows][out_stride]: heads side by side
+    float* partial;            // decode with splits: f32 [rows][pieces][splits][8][head_stride + 2]
+    u32* arrived;              // [rows][pieces], zero before and after
+    int num_tiles;
+    int table_stride;
+    int num_heads;
+    int num_kv_heads;
+    int group;        // heads a KV head serves
+    int group_shift;  // log2 of group rounded up
+    int head_dim;
+    int out_stride;
+    int block_shift;
+    int window;       // 0: none; a row at p sees (p - window, p]
+    float softcap;    // 0: none
+};
+
+constexpr float LOG2E = 1.4426950408889634f, NONE = -1e30f;
+
+template <int HEAD>
+struct State {
+    float o[HEAD / 8][4];     // lane 4g + t: rows g (0, 1) and g + 8 (2, 3), dimensions 8n + 2t, + 1
+    float top[2], total[2];  // of rows g and g + 8, in powers of two; total: this lane's share
+};
+
+// Keys 32 `group_index` .. + 31 of a sequence.
+// Keys key_base .. + 31 of a sequence. Where registers allow, V is asked for before the scores are known.
+template <int HEAD, bool AHEAD>
+DEVICE void attend(const AttentionArgs& args, const u16* q_low, const u16* q_high, const u32 (&q)[HEAD / 32][2][4],
+                   const int* table, int kv_head, int key_base, int last_low, int last_high, int lane, State<HEAD>& s) {
+    constexpr bool KEEP_Q = HEAD <= 128;  // else read again from L1: it would not fit in registers
+    const int g = lane >> 2, t = lane & 3;
+    const int block_mask = (1 << args.block_shift) - 1;
+    float scores[4][4] = {};
+    const int key_group = key_base + 8 * (g >> 1);  // this lane's keys of K
+    const int value_group = key_base + 8 * t;
+    const u64 k_block = (u64)table[key_group >> args.block_shift] * args.num_kv_heads + kv_head;
+    const u64 v_block = (u64)table[value_group >> args.block_shift] * args.num_kv_heads + kv_head;
+    const u16* k = args.keys + ((k_block << args.block_shift) + (key_group & block_mask) + (g & 1)) * HEAD + 8 * t;
+    const u16* v = args.values + ((v_block * HEAD + g) << args.block_shift) + (value_group & block_mask);
+    uint4 v_ahead[AHEAD ? HEAD / 8 : 1];
+    if (AHEAD) {
+#pragma unroll
+        for (int n = 0; n < HEAD / 8; n++) v_ahead[n] = load_cached(v + ((u64)n * 8 << args.block_shift));
+    }
+#pragma unroll
+    for (int j = 0; j < HEAD / 32; j++) {
+        u32 a[2][4];
+        if (KEEP_Q) {
+#pragma unroll
+            for (int step = 0; step < 2; step++)
+#pragma unroll
+                for (int r = 0; r < 4; r++) a[step][r] = q[j][step][r];
+        } else {
+            const uint4 low = load_again(q_low + j * 32 + 8 * t);
+            const uint4 high = load_again(q_high + j * 32 + 8 * t);
+            a[0][0] = low.x, a[0][1] = high.x, a[0][2] = low.y, a[0][3] = high.y;
+            a[1][0] = low.z, a[1][1] = high.z, a[1][2] = low.w, a[1][3] = high.w;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint4 b = load_cached(k + 2 * i * HEAD + j * 32);
+            mma(scores[i], a[0], b.x, b.y);
+            mma(scores[i], a[1], b.z, b.w);
+        }
+    }
+    float top[2] = {s.top[0], s.top[1]};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int key = key_base + 8 * t + 2 * i + (c & 1), last = c < 2 ? last_low : last_high;
+            float x = scores[i][c];
+            if (args.softcap != 0.f) x = args.softcap * tanhf(x / args.softcap);
+            const bool seen = key <= last && (args.window == 0 || key > last - args.window);
+            scores[i][c] = seen ? x * LOG2E : NONE;
+            top[c >> 1] = fmaxf(top[c >> 1], scores[i][c]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
+        top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
+        const float keep = exp2f(s.top[r] - top[r]);
+        s.top[r] = top[r];
+        s.total[r] *= keep;
+#pragma unroll
+        for (int n = 0; n < HEAD / 8; n++) s.o[n][2 * r] *= keep, s.o[n][2 * r + 1] *= keep;
+    }
+    u32 p[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float x = scores[i][2 * r] == NONE ? 0.f : exp2f(scores[i][2 * r] - top[r]);
+            const float y = scores[i][2 * r + 1] == NONE ? 0.f : exp2f(scores[i][2 * r + 1] - top[r]);
+            const u32 pair = half2_pack(x, y);
+            s.total[r] += half2_low(pair) + half2_high(pair);
+            p[i >> 1][2 * (i & 1) + r] = pair;
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < HEAD / 8; n++) {
+        const uint4 b = AHEAD ? v_ahead[n] : load_cached(v + ((u64)n * 8 << args.block_shift));
+        mma(s.o[n], p[0], b.x, b.y);
+        mma(s.o[n], p[1], b.z, b.w);
+    }
+}
+
+template <int HEAD>
+DEVICE void load_query(const AttentionArgs& args, int first_head, int heads, int shift, int first_row, int tokens,
+                       int lane, const u16*& low,
+                       const u16*& high, u32 (&q)[HEAD / 32][2][4], int& last_low, int& last_high) {
+    const int g = lane >> 2, t = lane & 3;
+    const u16* rows[2];
+    int lasts[2];
+    bool real[2];
+#pragma unroll
+    for (int upper = 0; upper < 2; upper++) {
+        const int r = g + 8 * upper, token = r >> shift, head = r & ((1 << shift) - 1);
+        real[upper] = token < tokens && head < heads;
+        const int row = first_row + (real[upper] ? token : 0);
+        rows[upper] = args.q + ((u64)row * args.num_heads + first_head + (real[upper] ? head : 0)) * HEAD;
+        lasts[upper] = real[upper] ? args.positions[row] : -1;
+    }
+    low = rows[0], high = rows[1], last_low = lasts[0], last_high = lasts[1];
+    if (HEAD > 128) return;
+#pragma unroll
+    for (int j = 0; j < HEAD / 32; j++) {
+        const uint4 a = load4(low + j * 32 + 8 * t), b = load4(high + j * 32 + 8 * t);
+        q[j][0][0] = a.x, q[j][0][1] = b.x, q[j][0][2] = a.y, q[j][0][3] = b.y;
+        q[j][1][0] = a.z, q[j][1][1] = b.z, q[j][1][2] = a.w, q[j][1][3] = b.w;
+    }
+}
+
+template <int HEAD>
+DEVICE void begin(State<HEAD>& s) {
+#pragma unroll
+    for (int n = 0; n < HEAD / 8; n++) s.o[n][0] = s.o[n][1] = s.o[n][2] = s.o[n][3] = 0.f;
+    s.top[0] = s.top[1] = NONE, s.total[0] = s.total[1] = 0.f;
+}
+
+// Grid: (ceil(tiles / 4), kv heads). A warp a tile; the four of a block walk the same keys, mostly from L1.
+template <int HEAD>
+__global__ void __launch_bounds__(128) attention_prefill(const __grid_constant__ AttentionArgs args) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+    const int index = blockIdx.x * 4 + warp, kv_head = blockIdx.y;
+    allow_dependents();
+    dependency_wait();
+    if (index >= args.num_tiles) return;
+    const int4 tile = args.tiles[index];
+    const u16 *low, *high;
+    u32 q[HEAD / 32][2][4];
+    int last_low, last_high;
+    load_query<HEAD>(args, kv_head * args.group, args.group, args.group_shift, tile.x, tile.y, lane, low, high, q, last_low, last_high);
+    State<HEAD> s;
+    begin(s);
+    const int* table = args.block_tables + (u64)tile.z * args.table_stride;
+    const int first_position = args.positions[tile.x], last_position = args.positions[tile.x + tile.y - 1];
+    const int from = args.window ? max(first_position + 1 - args.window, 0) / 32 : 0;
+    for (int i = from; i <= last_position / 32; i++)
+        attend<HEAD, false>(args, low, high, q, table, kv_head, i * 32, last_low, last_high, lane, s);
+#pragma unroll
+    for (int upper = 0; upper < 2; upper++) {
+        float total = s.total[upper];
+        total += __shfl_xor_sync(FULL_WARP, total, 1);
+        total += __shfl_xor_sync(FULL_WARP, total, 2);
+        const int r = g + 8 * upper, token = r >> args.group_shift, head = r & ((1 << args.group_shift) - 1);
+        if (token >= tile.y || head >= args.group) continue;
+        u16* out = args.out + (u64)(tile.x + token) * args.out_stride + (kv_head * args.group + head) * args.head_dim;
+#pragma unroll
+        for (int n = 0; n < HEAD / 8; n++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int i = n * 8 + 2 * t + e;
+                if (i < args.head_dim) out[i] = half_saturated(s.o[n][2 * upper + e] / total);
+            }
+        }
+    }
+}
+
+// Grid: (kv heads x pieces of up to 8 heads of their group, rows, splits). Includes what rope.cu does for other rows:
+// the block that holds the row's own position appends its K and V. A short context is one block's work, whatever the
+// grid; in a longer one the block that arrives last merges.
+// Shared memory: 8 warps x 8 heads x (HEAD + 2) floats, which begin as the warps' heads and q.
+template <int HEAD>
+__global__ void __launch_bounds__(256) attention_decode(const __grid_constant__ AttentionArgs args,
+                                                        const __grid_constant__ RopeArgs rope) {
+    extern __shared__ __align__(16) float shared[];
+    __shared__ float weights[8][64];
+    __shared__ bool last_to_arrive;
+    constexpr int STRIDE = HEAD + 2, WARPS = 8, GROUPS_A_BLOCK = 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+    const int split = blockIdx.z;
+    const int pieces = (args.group + 7) / 8, kv_head = blockIdx.x / pieces, piece = blockIdx.x % pieces;
+    const int first_head = kv_head * args.group + piece * 8, heads = min(8, args.group - piece * 8);
+    allow_dependents();
+    dependency_wait();
+    const int row = args.tiles ? args.tiles[blockIdx.y].x : blockIdx.y;
+    const int* table = args.block_tables + (u64)(args.tiles ? args.tiles[blockIdx.y].z : row) * args.table_stride;
+    const int position = args.positions[row];
+    const int from = args.window ? max(position + 1 - args.window, 0) / 32 : 0, to = position / 32 + 1;
+    const int share = max(GROUPS_A_BLOCK, (to - from + (int)gridDim.z - 1) / (int)gridDim.z);
+    const int splits = (to - from + share - 1) / share;  // those that have work
+    if (split >= splits) return;
+    const int begin_group = from + split * share, end_group = min(to, begin_group + share);
+
+    float* scratch = shared + warp * HEAD;
+    u16* queries = (u16*)(shared + WARPS * HEAD);  // [8][HEAD]
+    const bool holds_position = end_group == to;
+    for (int task = warp; task < 10; task += WARPS) {
+        const bool is_q = task < 8;
+        if (is_q && task >= heads) {
+            for (int i = lane; i < HEAD; i += 32) queries[task * HEAD + i] = 0;
+        } else if (is_q || holds_position) {
+            const int head = is_q ? first_head + task : args.num_heads + kv_head + (task == 9 ? args.num_kv_heads : 0);
+            turned_head(rope, row, head, lane, scratch);
+            if (is_q) {
+                for (int i = lane; i < HEAD; i += 32)
+                    queries[task * HEAD + i] = i < args.head_dim ? half_saturated(scratch[i] * rope.scale) : 0;
+            } else {
+                append(rope, row, kv_head, task == 9, lane, scratch);
+            }
+            __syncwarp();
+        }
+    }
+    __syncthreads();
+    u32 q[HEAD / 32][2][4];
+    const u16* mine = queries + g * HEAD;
+    if (HEAD <= 128) {
+#pragma unroll
+        for (int j = 0; j < HEAD / 32; j++) {
+            const uint4 a = *(const uint4*)(mine + j * 32 + 8 * t);
+            q[j][0][0] = a.x, q[j][0][2] = a.y, q[j][1][0] = a.z, q[j][1][2] = a.w;
+            q[j][0][1] = q[j][0][3] = q[j][1][1] = q[j][1][3] = 0;
+        }
+    }
+    State<HEAD> s;
+    begin(s);
+    const int last = g < heads ? position : -1;
+    for (int i = begin_group + warp; i < end_group; i += WARPS)
+        attend<HEAD, (HEAD <= 128)>(args, mine, mine, q, table, kv_head, i * 32, last, -1, lane, s);
+    float total = s.total[0];
+    total += __shfl_xor_sync(FULL_WARP, total, 1);
+    total += __shfl_xor_sync(FULL_WARP, total, 2);
+    __syncthreads();
+    float* part = shared + (warp * 8 + g) * STRIDE;
+    if (t == 0) part[HEAD] = s.top[0], part[HEAD + 1] = total;
+#pragma unroll
+    for (int n = 0; n < HEAD / 8; n++) *(float2*)(part + n * 8 + 2 * t) = make_float2(s.o[n][0], s.o[n][1]);
+    __syncthreads();
+
+    // Adds up `count` parts of [8][STRIDE], in shared memory or, past L1, in global memory; `scaled`: to the end.
+    const auto merge = [&](const float* parts, int count, bool global, bool final, float* to_partial) {
+        const auto read = [&](const float* p) { return global ? __ldcg(p) : *p; };
+        if (threadIdx.x < heads * 32) {
+            const int head = threadIdx.x / 32;
+            const float* at = parts + head * STRIDE + HEAD;
+            const float a = lane < count ? read(at + lane * 8 * STRIDE) : NONE;
+            const float b = lane + 32 < count ? read(at + (lane + 32) * 8 * STRIDE) : NONE;
+            float top = fmaxf(a, b);
+            for (int offset = 16; offset > 0; offset >>= 1) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, offset));
+            const float wa = exp2f(a - top), wb = exp2f(b - top);
+            const float all = warp_sum((lane < count ? wa * read(at + lane * 8 * STRIDE + 1) : 0.f) +
+                                       (lane + 32 < count ? wb * read(at + (lane + 32) * 8 * STRIDE + 1) : 0.f));
+            const float factor = final ? 1.f / all : 1.f;
+            weights[head][lane] = wa * factor, weights[head][lane + 32] = wb * factor;
+            if (!final && lane == 0) to_partial[head * STRIDE + HEAD] = top, to_partial[head * STRIDE + HEAD + 1] = all;
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < heads * HEAD; i += WARPS * 32) {
+            const int head = i / HEAD, dim = i % HEAD;
+            float sum = 0.f;
+            for (int p = 0; p < count; p++) sum += weights[head][p] * read(parts + (p * 8 + head) * STRIDE + dim);
+            if (!final)
+                to_partial[head * STRIDE + dim] = sum;
+            else if (dim < args.head_dim)
+                args.out[(u64)row * args.out_stride + (first_head + head) * args.head_dim + dim] = half_saturated(sum);
+        }
+    };
+    const int warps = min(WARPS, end_group - begin_group);
+    if (splits == 1) {
+        merge(shared, warps, false, true, nullptr);
+        return;
+    }
+    float* partial = args.partial + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * gridDim.z * 8 * STRIDE;
+    merge(shared, warps, false, false, partial + split * 8 * STRIDE);
+    __threadfence();
+    __syncthreads();
+    u32* arrived = args.arrived + blockIdx.y * gridDim.x + blockIdx.x;
+    if (threadIdx.x == 0) last_to_arrive = atomicAdd(arrived, 1) == splits - 1;
+    __syncthreads();
+    if (!last_to_arrive) return;
+    __threadfence();
+    if (threadIdx.x == 0) *arrived = 0;
+    merge(partial, splits, true, true, nullptr);
+}

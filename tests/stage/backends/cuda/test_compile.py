@@ -1,0 +1,95 @@
+"""Every kernel compiles for the supported architectures, without a GPU, and spills little."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from stage.backends.cuda.compile import ARCHITECTURES, KernelName, compile_kernel
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None,
+    reason="needs cuda-core with NVRTC: pip install 'pipellm[gpu]'",
+)
+
+TYPES = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "MXFP4", "F16"),
+)
+EPILOGUES = ("STORE", "RESIDUAL", "GATED")
+HEADS = (32, 64, 96, 128, 160, 192, 256)
+# Each generation's instruction set; PIPELLM_ALL_KERNELS=1 takes every architecture and instantiation.
+SOME_ARCHITECTURES = ("sm_80", "sm_90", "sm_120")
+EVERYTHING = bool(os.environ.get("PIPELLM_ALL_KERNELS"))
+
+
+def kernels(everything: bool) -> list[KernelName]:
+    """All instantiations, or one of each kernel and each type."""
+    names = [
+        KernelName("norm.cu", "rms_norm"),
+        KernelName("norm.cu", "rms_operand"),
+        KernelName("norm.cu", "gated"),
+        KernelName("rope.cu", "rope"),
+        KernelName("experts.cu", "router"),
+        KernelName("experts.cu", "combine"),
+        KernelName("sample.cu", "greedy"),
+    ]
+    for head in HEADS if everything else (128, 256):
+        names += [KernelName("attention.cu", f"attention_{kind}<{head}>") for kind in ("prefill", "decode")]
+    for i, name in enumerate(TYPES):
+        names += [KernelName("dequantize.cu", f"{kernel}<{name}>") for kernel in ("dequantize", "embed")]
+        for j, epilogue in enumerate(EPILOGUES):
+            if not everything and j != i % 3:
+                continue
+            for single in ("true", "false"):
+                names += [KernelName("matvec.cu", f"matvec<{name}, {name}, {epilogue}, {single}, 8>")]
+            for n in (2, 4, 8) if everything else (8,) if name in ("Q4_K", "Q6_K", "F16") else ():
+                names += [KernelName("matmul.cu", f"matmul<{name}, {name}, {n}, {epilogue}>")]
+    return names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("arch", ARCHITECTURES if EVERYTHING else SOME_ARCHITECTURES)
+def test_all_kernels_compile(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELLM_CACHE", str(tmp_path))
+
+    def compile_one(name: KernelName) -> tuple[str, int, int]:
+        report = io.StringIO()
+        compiled = compile_kernel(name, arch, report)
+        assert compiled.cubin.startswith(b"\x7fELF")
+        text = report.getvalue()
+        registers = max(map(int, re.findall(r"Used (\d+) registers", text)))
+        spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", text)))
+        return name.expression, registers, spilled
+
+    with ThreadPoolExecutor(2) as pool:
+        rows = list(pool.map(compile_one, kernels(EVERYTHING)))
+    for expression, registers, spilled in rows:
+        print(f"{arch} {expression:48s} {registers:4d} registers {spilled:4d} bytes spilled")
+    assert max(spilled for _, _, spilled in rows) <= 1024
+
+
+def test_a_compiled_kernel_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELLM_CACHE", str(tmp_path))
+    name = KernelName("norm.cu", "rms_norm")
+    first = compile_kernel(name, "sm_90")
+    (path,) = (tmp_path / "kernels").iterdir()
+    stamp = path.stat().st_mtime_ns
+    assert compile_kernel(name, "sm_90") == first
+    assert path.stat().st_mtime_ns == stamp
+    path.write_bytes(b"half a file")
+    assert compile_kernel(name, "sm_90") == first
+
+
+def test_an_unwritable_cache_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    monkeypatch.setenv("PIPELLM_CACHE", str(blocker))
+    assert compile_kernel(KernelName("norm.cu", "gated"), "sm_80").cubin.startswith(b"\x7fELF")
