@@ -55,13 +55,14 @@ def encoders() -> dict[str, Tokenizer]:
 
 
 @pytest.mark.parametrize("pre", REFERENCES)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXT)
 def test_same_ids_as_the_library(encoders: dict[str, Tokenizer], pre: str, text: str) -> None:
     assert encoders[pre].encode(text) == REFERENCES[pre].encode(text).ids
 
 
 @pytest.mark.parametrize("pre", {rule: pre for pre, rule in bpe.PRE_TOKENIZERS.items()}.values())
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(text=TEXT, chunk=st.integers(1, 20))
 def test_round_trip_and_chunks(encoders: dict[str, Tokenizer], pre: str, text: str, chunk: int) -> None:
     ids = encoders[pre].encode(text)

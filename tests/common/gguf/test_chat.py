@@ -121,7 +121,7 @@ def test_a_tool_holds_no_special_token(
     assert specials(tokenizer, ids) == ["<|im_start|>"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(parts=st.lists(FRAGMENTS, max_size=4))
 def test_no_special_token_can_be_put_together(
     tokenizer: Tokenizer, template: ChatTemplate, parts: list[str]

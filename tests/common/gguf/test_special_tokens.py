@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UnsupportedModelError
@@ -26,18 +26,21 @@ def leftmost_longest(words: list[str], text: str) -> list[str | int]:
     return [*parts, plain] if plain else parts
 
 
+@settings(max_examples=60, deadline=None)
 @given(WORDS, st.text("ab<", max_size=30))
 def test_split_takes_the_leftmost_longest(words: list[str], text: str) -> None:
     tokens = SpecialTokens({word: i for i, word in enumerate(words)}, "m.gguf")
     assert list(tokens.split(text)) == leftmost_longest(words, text)
 
 
+@settings(max_examples=60, deadline=None)
 @given(WORDS, st.text("ab<", max_size=30))
 def test_starts_are_all_places(words: list[str], text: str) -> None:
     tokens = SpecialTokens({word: i for i, word in enumerate(words)}, "m.gguf")
     assert list(tokens.starts(text)) == [i for i in range(len(text)) if text.startswith(tuple(words), i)]
 
 
+@settings(max_examples=60, deadline=None)
 @given(WORDS, st.text("ab<", min_size=1, max_size=5))
 def test_parts_of_spellings(words: list[str], text: str) -> None:
     tokens = SpecialTokens({word: i for i, word in enumerate(words)}, "m.gguf")

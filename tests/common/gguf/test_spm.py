@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import CorruptDataError
@@ -26,11 +26,13 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_metadata(sentencepiece_metadata(USER_DEFINED), "m.gguf")
 
 
+@settings(max_examples=60, deadline=None)
 @given(text=TEXT)
 def test_same_ids_as_the_original_model(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.encode(text, add_special=False) == trained_sentencepiece(USER_DEFINED).encode(text)
 
 
+@settings(max_examples=60, deadline=None)
 @given(text=TEXT)
 def test_literal_spaces_in_pieces_mean_the_same(text: str) -> None:
     metadata = sentencepiece_metadata(USER_DEFINED, add_space_prefix=False)
@@ -42,6 +44,7 @@ def test_literal_spaces_in_pieces_mean_the_same(text: str) -> None:
     assert respelled.decode(respelled.encode(text)) == text.replace("▁", " ")
 
 
+@settings(max_examples=60, deadline=None)
 @given(text=TEXT, chunk=st.integers(1, 20))
 def test_round_trip_and_chunks(tokenizer: Tokenizer, text: str, chunk: int) -> None:
     ids = tokenizer.encode(text)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
@@ -59,6 +59,7 @@ def test_a_bos_in_the_text_is_not_doubled(tokenizers: dict[str, Tokenizer], kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
 @given(segments=st.lists(st.text("the fox<|im_end|>é🦙\n")))
 def test_segments_encode_as_their_whole_text(
     tokenizers: dict[str, Tokenizer], kind: str, segments: list[str]
@@ -99,6 +100,7 @@ def test_ids_outside_the_vocabulary(tokenizers: dict[str, Tokenizer], kind: str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁")))
 def test_a_stream_gives_whole_characters(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
     tokenizer = tokenizers[kind]
@@ -113,6 +115,7 @@ def test_a_stream_gives_whole_characters(tokenizers: dict[str, Tokenizer], kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_tokens_decode_alike_at_once_and_streamed(
     tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
