@@ -76,7 +76,7 @@ class LocalMesh:
         self._spawn(self._folder)
         try:
             self._wait(lambda: self.client.is_running(timeout_s=1.0), deadline, "the coordinator to listen")
-            self._wait(self._all_registered, deadline, "the stages to register")
+            self._wait(lambda: self._all_registered(deadline), deadline, "the stages to register")
             self._load()
         except PipeLLMError as error:
             for child in self._children:  # a daemon's own last words say more
@@ -124,9 +124,9 @@ class LocalMesh:
     def _add(self, folder: Path, name: str, module: str, arguments: list[str]) -> None:
         self._children.append(ChildProcess(name, module, arguments, folder / f"{name}.log"))
 
-    def _all_registered(self) -> bool:
-        registered = [stage for stage in self.client.status(timeout_s=5.0).stages if stage.state != "lost"]
-        return len(registered) == len(self.devices)
+    def _all_registered(self, deadline: float) -> bool:
+        stages = self.client.status(timeout_s=max(1.0, deadline - time.monotonic())).stages
+        return sum(stage.state != "lost" for stage in stages) == len(self.devices)
 
     def _load(self) -> None:
         name = _model_name(self.model_path)

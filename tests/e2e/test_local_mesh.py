@@ -14,7 +14,7 @@ import pytest
 from client import LocalMesh, public_models
 from client.events import Delta, Finished
 from client.mesh_state import LoadProgress, Model, Plan
-from common.errors import CorruptDataError, InvalidRequestError, UnavailableError, UnknownModelError
+from common.errors import CorruptDataError, UnavailableError, UnknownModelError
 from tests.conftest import ROOT
 from tests.gguf_files import write_tiny_llama
 
@@ -43,7 +43,7 @@ def start(tmp: Path, *argv: str) -> subprocess.Popen[bytes]:
     env = os.environ | NOWHERE | {"TMPDIR": str(tmp)}
     return subprocess.Popen(
         [sys.executable, *argv], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.PIPE, bufsize=0,
     )  # fmt: skip
 
 
@@ -95,11 +95,6 @@ def test_what_cannot_start_says_why_and_leaves_nothing(tmp: Path, monkeypatch: p
     with pytest.raises(CorruptDataError, match=r"picture.gguf.*PNG"), mesh:
         pass
     assert mesh.pids == [] and folders(tmp) == []
-    with pytest.raises(InvalidRequestError, match="context"), LocalMesh(
-        write_tiny_llama(tmp / "tiny.gguf", layers=1, context=64), stages=1, context_length=100_000_000
-    ):
-        pass
-    assert folders(tmp) == []
 
 
 def test_a_stage_that_dies_ends_the_answer_with_a_reason(tiny_model: Path) -> None:
@@ -108,7 +103,7 @@ def test_a_stage_that_dies_ends_the_answer_with_a_reason(tiny_model: Path) -> No
             for event in mesh.client.generate("once", ignore_eos=True, temperature=0.0):
                 if isinstance(event, Delta):
                     os.kill(mesh.pids[2], signal.SIGKILL)
-        assert len(alive(mesh.pids)) == 2
+        assert until(lambda: len(alive(mesh.pids)) == 2, 10)
 
 
 def test_a_chat_without_a_coordinator_starts_a_mesh_and_stops_it(tmp: Path, tiny_model: Path) -> None:
@@ -120,10 +115,16 @@ def test_a_chat_without_a_coordinator_starts_a_mesh_and_stops_it(tmp: Path, tiny
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -signal.SIGKILL)],
+    ("number", "code", "loading"),
+    [
+        (signal.SIGINT, 130, True),
+        (signal.SIGTERM, 143, True),
+        (signal.SIGHUP, 129, True),
+        (signal.SIGKILL, -signal.SIGKILL, True),
+        (signal.SIGINT, 130, False),
+        (signal.SIGKILL, -signal.SIGKILL, False),
+    ],
 )
-@pytest.mark.parametrize("loading", [True, False], ids=["loading", "answering"])
 def test_however_it_is_ended_nothing_is_left(
     tmp: Path, tiny_model: Path, number: signal.Signals, code: int, loading: bool
 ) -> None:
@@ -131,8 +132,8 @@ def test_however_it_is_ended_nothing_is_left(
     chat = start(tmp, *argv)
     try:
         assert chat.stdin and chat.stdout
-        chat.stdin.write(b"who is it\n")
-        chat.stdin.close()
+        with chat.stdin as stdin:
+            stdin.write(b"who is it\n")
         assert until(lambda: len(psutil.Process(chat.pid).children()) == 3)
         daemons = [child.pid for child in psutil.Process(chat.pid).children(recursive=True)]
         if not loading:
@@ -142,7 +143,7 @@ def test_however_it_is_ended_nothing_is_left(
         assert chat.wait(30) == code
     finally:
         chat.kill()
-        chat.communicate()
+        chat.wait()
     assert until(lambda: alive(daemons) == [], 10)
     assert number == signal.SIGKILL or folders(tmp) == []
 
