@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.errors import CancelledError, InvalidRequestError, OutOfCapacityError
+from common.errors import CancelledError, InvalidRequestError, NotReadyError, OutOfCapacityError
 from common.gguf.reader import GGUFFile
 from stage.backends.base import Backend, Batch, KvCache, RawTensors
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, SpecPart, tensor_refs
@@ -40,7 +40,6 @@ class Runner:
         kv: KvCache,
         weight_bytes: int,
     ) -> None:
-        self.kv = kv
         self.weight_bytes = weight_bytes
         self.has_embedding = embedding is not None
         self.has_head = head is not None
@@ -49,6 +48,13 @@ class Runner:
         self._embedding = embedding
         self._layers = layers
         self._head = head
+        self._kv: KvCache | None = kv
+
+    @property
+    def kv(self) -> KvCache:
+        if self._kv is None:
+            raise NotReadyError("the layers are unloaded")
+        return self._kv
 
     @classmethod
     def load(
@@ -109,6 +115,7 @@ class Runner:
         hidden states, float32 [rows, hidden_size] (which may be overwritten). Returns hidden states,
         float32 [rows, hidden_size]. Raises `InvalidRequestError` for inputs of another shape.
         """
+        kv = self.kv
         shape = (batch.num_rows,) if self.has_embedding else (batch.num_rows, self._spec.hidden_size)
         if tuple(inputs.shape) != shape:
             raise InvalidRequestError(f"forward: inputs of shape {tuple(inputs.shape)}, expected is {shape}")
@@ -117,7 +124,7 @@ class Runner:
         else:
             hidden_states = inputs
         for layer in self._layers:
-            hidden_states = self._backend.run_layer(layer, self.kv, batch, hidden_states)
+            hidden_states = self._backend.run_layer(layer, kv, batch, hidden_states)
         return hidden_states
 
     def logits(self, hidden_states: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
@@ -125,8 +132,9 @@ class Runner:
         return self._backend.logits(self._head, hidden_states[torch.from_numpy(rows)])
 
     def close(self) -> None:
-        """Lets go of all memory; the runner is not used again."""
-        del self.kv, self._embedding, self._layers, self._head
+        """Lets go of all memory; the runner is not used again (`NotReadyError`). Idempotent."""
+        self._embedding = self._head = self._kv = None
+        self._layers = ()
         self._backend.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from common.errors import CancelledError, InvalidRequestError, OutOfCapacityError
+from common.errors import CancelledError, InvalidRequestError, NotReadyError, OutOfCapacityError
 from common.gguf.reader import GGUFFile
 from stage.backends.base import make_batch
 from stage.backends.reference import ReferenceBackend
@@ -178,4 +178,7 @@ def test_the_file_may_be_closed_after_loading(tmp_path: Path) -> None:
         runner = load((file, build_spec(file)))
         expected = forward([runner], [(0, tokens(5), TABLE)])
     assert torch.equal(forward([runner], [(0, tokens(5), TABLE)]), expected)
-    runner.close()
+    for _ in range(2):
+        runner.close()
+    with pytest.raises(NotReadyError):
+        forward([runner], [(0, tokens(5), TABLE)])
