@@ -10,6 +10,8 @@ from common.errors import ConfigError
 
 BACKENDS = ("auto", "reference", "cpu", "cuda")
 CARRIERS = ("auto", "shm", "grpc")
+ACCURACIES = ("fast", "exact")
+KV_DTYPES = ("f16", "q8_0")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -28,6 +30,10 @@ class StageConfig:
     device: str = field(default="auto", metadata={"help": "cpu, cuda:N, or auto"})
     threads: int = field(default=0, metadata={"help": "computing threads on a CPU; 0: all cores"})
     memory: int = field(default=0, metadata={"help": "bytes for weights and KV cache; 0: what is free"})
+    accuracy: str = field(
+        default="fast", metadata={"help": "CPU: fast (8-bit activations in prefill) or exact (16-bit)"}
+    )
+    kv_dtype: str = field(default="f16", metadata={"help": "CPU: KV cache in f16 or q8_0"})
     carrier: str = field(
         default="auto", metadata={"help": "link to the next stage: shm (one host), grpc, or auto (the best)"}
     )
@@ -41,7 +47,10 @@ class StageConfig:
             rpc.check_address(self.advertise)
         elif self.listen.startswith(("0.0.0.0:", "[::]:")):
             raise ConfigError(f"listen is {self.listen}: say with --advertise where others dial this stage")
-        for name, known in (("backend", BACKENDS), ("carrier", CARRIERS), ("log_level", LOG_LEVELS)):
+        for name, known in (
+            ("backend", BACKENDS), ("accuracy", ACCURACIES), ("kv_dtype", KV_DTYPES),
+            ("carrier", CARRIERS), ("log_level", LOG_LEVELS),
+        ):  # fmt: skip
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
         for name in ("threads", "memory"):

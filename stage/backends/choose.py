@@ -7,27 +7,72 @@ from collections.abc import Callable
 import torch
 
 from common.errors import ConfigError
+from common.log import get_logger
 from stage.backends.base import Backend
 from stage.config import StageConfig
 
 
 def backend_factory(config: StageConfig) -> Callable[[], Backend]:
-    """A function that makes the backend `config` asks for. Raises ConfigError for what is not there."""
-    device = config.device
-    if device != "auto" and device != "cpu" and not device.startswith("cuda:"):
-        raise ConfigError(f"device is {device!r}, expected cpu, cuda:N or auto")
-    if config.backend == "cuda" or device.startswith("cuda"):
-        raise ConfigError(
-            f"no CUDA backend in this build (backend {config.backend!r}, device {device!r}); "
-            "use --backend reference --device cpu"
-        )
-    if config.backend == "cpu":
-        raise ConfigError("no native CPU backend in this build; use --backend reference")
+    """A function that makes the backend `config` asks for. Raises ConfigError for what is not there.
 
-    def make_reference() -> Backend:
-        from stage.backends.reference import ReferenceBackend
+    "auto" is the GPU where there is one, else the native CPU kernels where they were built, else the
+    reference."""
+    device = _device(config)
+    name = config.backend if config.backend != "auto" else _best_backend(device)
+    if (name == "cuda") != (device.type == "cuda"):
+        raise ConfigError(f"backend {name!r} does not run on device {str(device)!r}")
+    if name == "cuda":
+        return lambda: _cuda(device)
+    if name == "cpu":
+        return lambda: _cpu(config)
+    return lambda: _reference(config)
 
-        torch.set_num_threads(config.threads or torch.get_num_threads())
-        return ReferenceBackend(memory_bytes=config.memory)
 
-    return make_reference
+def _device(config: StageConfig) -> torch.device:
+    gpus = torch.cuda.device_count()
+    if config.device == "auto":
+        wants_gpu = config.backend == "cuda" or (config.backend == "auto" and gpus > 0)
+        return torch.device("cuda", 0) if wants_gpu else torch.device("cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {config.device!r}, expected cpu, cuda:N or auto")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ConfigError(f"device is {config.device!r}, but torch finds {gpus} NVIDIA GPU(s) here")
+    return device
+
+
+def _best_backend(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "cuda"
+    from stage.backends.cpu import abi
+
+    if abi.library() is not None:
+        return "cpu"
+    get_logger().warning(
+        "slow_reference_backend",
+        reason="the native CPU kernels were not built at installation",
+        remedy="install g++ (GCC 11 or newer) and run pip install again",
+    )
+    return "reference"
+
+
+def _cuda(device: torch.device) -> Backend:
+    from stage.backends.cuda.backend import CudaBackend
+
+    return CudaBackend(device)
+
+
+def _cpu(config: StageConfig) -> Backend:
+    from stage.backends.cpu.backend import CpuBackend
+
+    return CpuBackend(config.threads, config.accuracy, config.kv_dtype, config.memory)
+
+
+def _reference(config: StageConfig) -> Backend:
+    from stage.backends.reference import ReferenceBackend
+
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    return ReferenceBackend(memory_bytes=config.memory)
