@@ -51,8 +51,8 @@ def forward(runners: Sequence[Runner], rows: Sequence[tuple[int, np.ndarray, np.
     batch = make_batch([(start, len(ids), table) for start, ids, table in rows], BLOCK_SIZE)
     carried: np.ndarray | torch.Tensor = np.concatenate([ids for _, ids, _ in rows])
     for runner in runners:
-        carried = runner.forward(batch, carried)
-    assert isinstance(carried, torch.Tensor) and carried.dtype == torch.float32
+        carried = through_a_link(runner.forward(batch, carried))
+    assert isinstance(carried, torch.Tensor)
     return runners[-1].logits(carried, np.arange(batch.num_rows))
 
 
