@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from client.mesh_state import LoadEvent, LoadProgress
 
@@ -23,17 +23,20 @@ _PHASES = {
 def load_progress() -> Iterator[Callable[[LoadEvent], None]]:
     """Shows the events handed to the callable it yields; the bar is gone afterwards."""
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    words, amount = TextColumn("{task.description}"), TextColumn("{task.fields[amount]}")
+    columns = (SpinnerColumn(), words, BarColumn(), amount)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(_PHASES["start"], total=None)
+        task = progress.add_task(_PHASES["start"], total=None, amount="")
 
         def show(event: LoadEvent) -> None:
             if isinstance(event, LoadProgress):
+                done, total = event.bytes_done, event.bytes_total
                 progress.update(
                     task,
                     description=_PHASES.get(event.phase, event.phase),
-                    completed=event.bytes_done,
-                    total=event.bytes_total or None,
+                    completed=done,
+                    total=total or None,  # without one the bar only moves
+                    amount=f"{done >> 20} of {total >> 20} MiB" if total else "",
                 )
 
         yield show
