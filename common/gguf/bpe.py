@@ -23,8 +23,8 @@ class PreTokenizer:
     """How one family of models cuts text into words (Oniguruma patterns, applied one after the other)."""
 
     patterns: tuple[str, ...]
-    single_digits: bool = False
-    """Every digit is a word of its own."""
+    ends: str = ""
+    """Characters that end a word whatever follows (a regex class; only needed to cut long texts)."""
     whole_words: bool = False
     """A word that is in the vocabulary is taken as it is, before any merge (as tiktoken does)."""
     add_bos: bool = False
@@ -80,8 +80,8 @@ _DEFAULT = (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 _LLAMA3 = PreTokenizer((_tiktoken(r"\p{N}{1,3}"),), whole_words=True, add_bos=True)
 _CL100K = PreTokenizer((_tiktoken(r"\p{N}{1,3}"),))
-_QWEN2 = PreTokenizer((_tiktoken(r"\p{N}"),), single_digits=True)
-_SMOLLM = PreTokenizer((r"\p{N}", _GPT2), single_digits=True)
+_QWEN2 = PreTokenizer((_tiktoken(r"\p{N}"),), ends="0-9")
+_SMOLLM = PreTokenizer((r"\p{N}", _GPT2), ends="0-9")
 
 # By `tokenizer.ggml.pre`. The names of one row are other models with the same rule.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -92,9 +92,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
     **dict.fromkeys(("smollm", "minerva-7b"), _SMOLLM),
     **dict.fromkeys(("gpt-2", "mellum", "a.x-4.0"), PreTokenizer((_GPT2,))),
-    "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM, single_digits=True),
+    "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM, ends=r"0-9\r\n"),
     "default": PreTokenizer(_DEFAULT),
-    "tekken": PreTokenizer((_cased_words("", r"\p{N}"),), single_digits=True, whole_words=True, add_bos=True),
+    "tekken": PreTokenizer((_cased_words("", r"\p{N}"),), ends="0-9", whole_words=True, add_bos=True),
     "gpt-4o": PreTokenizer((_cased_words(_CONTRACTIONS + "?", r"\p{N}{1,3}"),)),
 }
 
@@ -126,10 +126,10 @@ class BytePairEncoder:
         splits = [pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in rule.patterns]
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
-        # Places where every rule above begins a new word, whatever stands around them.
-        self._cut = re.compile(
-            r"(?<=[0-9])|(?<=[A-Za-z])(?=\s)" if rule.single_digits else r"(?<=[A-Za-z0-9])(?=\s)"
-        )
+        # Places where the rule begins a new word, whatever stands around them: every rule does before white
+        # space that follows a letter or digit.
+        after_end = f"(?<=[{rule.ends}])|" if rule.ends else ""
+        self._cut = re.compile(after_end + r"(?<=[A-Za-z0-9])(?=\s)")
         self._user_defined = SpecialTokens(
             vocabulary.spellings(vocabulary.ids_of_type(TokenType.USER_DEFINED)), vocabulary.where
         )
