@@ -321,9 +321,12 @@ class Forward:
             raise PipeLLMError(f"{rows.num_decode} rows of decode attention at once are too many")
         args.tiles = rows.decode_tiles.data_ptr() if rows.decode_tiles is not None else None
         args.num_tiles = rows.num_decode
-        shared = 8 * 8 * (stride + 2) * 4
+        warps = 8 if blocks < self.kernels.num_multiprocessors else 4
+        # The parts of all warps; at first the heads they turn (f32) and the queries (f16).
+        shared = max(warps * 8 * (stride + 2) * 4, (warps + 4) * stride * 4)
         grid = (pieces, rows.num_decode, splits)
-        self.kernels.launch("attention.cu", f"attention_decode<{stride}>", grid, 256, (args, rope), shared)
+        expression = f"attention_decode<{stride}, {warps}>"
+        self.kernels.launch("attention.cu", expression, grid, 32 * warps, (args, rope), shared)
 
     def _dense(
         self, ffn: DenseFfn, hidden_states: torch.Tensor, operand: Operand | None, next_norm: Norm | None

@@ -195,14 +195,15 @@ __global__ void __launch_bounds__(128) attention_prefill(const __grid_constant__
 // Grid: (kv heads x pieces of up to 8 heads of their group, rows, splits). Includes what rope.cu does for other rows:
 // the block that holds the row's own position appends its K and V. A short context is one block's work, whatever the
 // grid; in a longer one the block that arrives last merges.
-// Shared memory: 8 warps x 8 heads x (HEAD + 2) floats, which begin as the warps' heads and q.
-template <int HEAD>
-__global__ void __launch_bounds__(256) attention_decode(const __grid_constant__ AttentionArgs args,
+// Shared memory: WARPS x 8 heads x (HEAD + 2) floats, which begin as the warps' heads and q.
+// WARPS: 8 where few blocks have the chip to themselves, 4 where there are many.
+template <int HEAD, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32) attention_decode(const __grid_constant__ AttentionArgs args,
                                                         const __grid_constant__ RopeArgs rope) {
     extern __shared__ __align__(16) float shared[];
     __shared__ float weights[8][64];
     __shared__ bool last_to_arrive;
-    constexpr int STRIDE = HEAD + 2, WARPS = 8, GROUPS_A_BLOCK = 8;
+    constexpr int STRIDE = HEAD + 2;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
     const int split = blockIdx.z;
     const int pieces = (args.group + 7) / 8, kv_head = blockIdx.x / pieces, piece = blockIdx.x % pieces;
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(256) attention_decode(const __grid_constant__ 
     const int* table = args.block_tables + (u64)(args.tiles ? args.tiles[blockIdx.y].z : row) * args.table_stride;
     const int position = args.positions[row];
     const int from = args.window ? max(position + 1 - args.window, 0) / 32 : 0, to = position / 32 + 1;
-    const int share = max(GROUPS_A_BLOCK, (to - from + (int)gridDim.z - 1) / (int)gridDim.z);
+    const int share = max(WARPS, (to - from + (int)gridDim.z - 1) / (int)gridDim.z);
     const int splits = (to - from + share - 1) / share;  // those that have work
     if (split >= splits) return;
     const int begin_group = from + split * share, end_group = min(to, begin_group + share);
@@ -221,21 +222,27 @@ __global__ void __launch_bounds__(256) attention_decode(const __grid_constant__ 
     float* scratch = shared + warp * HEAD;
     u16* queries = (u16*)(shared + WARPS * HEAD);  // [8][HEAD]
     const bool holds_position = end_group == to;
-    for (int task = warp; task < 10; task += WARPS) {
-        const bool is_q = task < 8;
-        if (is_q && task >= heads) {
-            for (int i = lane; i < HEAD; i += 32) queries[task * HEAD + i] = 0;
-        } else if (is_q || holds_position) {
-            const int head = is_q ? first_head + task : args.num_heads + kv_head + (task == 9 ? args.num_kv_heads : 0);
-            turned_head(rope, row, head, lane, scratch);
-            if (is_q) {
-                for (int i = lane; i < HEAD; i += 32)
-                    queries[task * HEAD + i] = i < args.head_dim ? half_saturated(scratch[i] * rope.scale) : 0;
-            } else {
-                append(rope, row, kv_head, task == 9, lane, scratch);
-            }
-            __syncwarp();
+    // The first keys and values come into L2 while q is made.
+    if (begin_group + warp < end_group) {
+        const int key = (begin_group + warp) * 32 + lane, mask = (1 << args.block_shift) - 1;
+        const u64 block = (u64)table[key >> args.block_shift] * args.num_kv_heads + kv_head;
+        const u16* k = args.keys + ((block << args.block_shift) + (key & mask)) * HEAD;
+        for (int i = 0; i < HEAD; i += 64) prefetch_l2(k + i);
+        const u64 first = (u64)__shfl_sync(FULL_WARP, block, 0) * HEAD;
+        for (int i = lane; i < HEAD; i += 32) prefetch_l2(args.values + ((first + i) << args.block_shift));
+    }
+    for (int i = heads * HEAD + threadIdx.x; i < 8 * HEAD; i += WARPS * 32) queries[i] = 0;
+    for (int task = warp; task < heads + (holds_position ? 2 : 0); task += WARPS) {
+        const bool is_v = task == heads + 1;
+        const int kv = args.num_heads + kv_head + (is_v ? args.num_kv_heads : 0);
+        turned_head(rope, row, task < heads ? first_head + task : kv, lane, scratch);
+        if (task < heads) {
+            for (int i = lane; i < HEAD; i += 32)
+                queries[task * HEAD + i] = i < args.head_dim ? half_saturated(scratch[i] * rope.scale) : 0;
+        } else {
+            append(rope, row, kv_head, is_v, lane, scratch);
         }
+        __syncwarp();
     }
     __syncthreads();
     u32 q[HEAD / 32][2][4];
@@ -266,8 +273,7 @@ __global__ void __launch_bounds__(256) attention_decode(const __grid_constant__ 
     // Adds up `count` parts of [8][STRIDE], in shared memory or, past L1, in global memory; `scaled`: to the end.
     const auto merge = [&](const float* parts, int count, bool global, bool final, float* to_partial) {
         const auto read = [&](const float* p) { return global ? __ldcg(p) : *p; };
-        if (threadIdx.x < heads * 32) {
-            const int head = threadIdx.x / 32;
+        for (int head = warp; head < heads; head += WARPS) {
             const float* at = parts + head * STRIDE + HEAD;
             const float a = lane < count ? read(at + lane * 8 * STRIDE) : NONE;
             const float b = lane + 32 < count ? read(at + (lane + 32) * 8 * STRIDE) : NONE;

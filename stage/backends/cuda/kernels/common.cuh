@@ -104,6 +104,8 @@ DEVICE uint4 load_again(const void* p) {
     return r;
 }
 
+DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 DEVICE u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Programmatic dependent launch: the next kernel's blocks may start (allow_dependents) while this one runs;

@@ -44,31 +44,73 @@ struct LinearArgs {
     u32* arrived;          // [blocks], zero before and after
 };
 
-// The factor a token's sums still need; by a whole warp.
-DEVICE float norm_factor(const LinearArgs& args, int token, int lane) {
+// The factor a token's sums still need is formed in two parts, by a whole warp: the lanes' loads, and their sum.
+DEVICE float squares_share(const LinearArgs& args, int token, int lane) {
     float sum = 0.f;
     for (int i = lane; i < args.num_squares; i += 32) sum += __ldcg(args.squares + (u64)token * args.num_squares + i);
-    return args.norm_inverse * rsqrtf(warp_sum(sum) / args.norm_size + args.norm_eps);
+    return sum;
+}
+DEVICE float norm_factor(const LinearArgs& args, float share) {
+    return args.norm_inverse * rsqrtf(warp_sum(share) / args.norm_size + args.norm_eps);
 }
 
-// c: a fragment of row tile `tile` against tokens first_token .. + 7, by a whole warp; `factors`: one a token from
-// first_token on, or null.
+// What the end of a product reads from memory, asked for early: of rows g and g + 8 of a tile, and of tokens
+// first_token + 2t, + 1.
+struct RowValues {
+    float bias[2], next_weight[2];
+};
+struct Before {
+    float out[2][2];  // [token][row]
+};
+
 template <int EPILOGUE>
-DEVICE void finish(const LinearArgs& args, int which, int tile, int first_token, int lane, const float (&c)[4],
-                   const float* factors) {
+DEVICE RowValues row_values(const LinearArgs& args, int which, int tile, int lane) {
+    RowValues values = {};
+#pragma unroll
+    for (int upper = 0; upper < 2; upper++) {
+        const int row = tile * 16 + 8 * upper + (lane >> 2);
+        if (row >= args.rows[which]) continue;
+        if (args.bias[which]) values.bias[upper] = args.bias[which][row];
+        if (EPILOGUE == RESIDUAL && args.next_x) values.next_weight[upper] = args.next_weight[row];
+    }
+    return values;
+}
+
+template <int EPILOGUE>
+DEVICE Before out_before(const LinearArgs& args, int which, int tile, int first_token, int lane, int out_token) {
+    Before before = {};
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const int token = first_token + 2 * (lane & 3) + e;
+        if (EPILOGUE != RESIDUAL) continue;
+        const float* out = args.out + (u64)(out_token + token) * args.out_stride + args.out_start[which];
+#pragma unroll
+        for (int upper = 0; upper < 2; upper++) {
+            const int row = tile * 16 + 8 * upper + (lane >> 2);
+            if (token < args.num_tokens && row < args.rows[which]) before.out[e][upper] = out[row];
+        }
+    }
+    return before;
+}
+
+// c: a fragment of row tile `tile` against tokens first_token .. + 7, by a whole warp, that go to rows
+// out_token + token of the output. factors: one a token from first_token on, or null.
+template <int EPILOGUE>
+DEVICE void finish(const LinearArgs& args, int which, int tile, int first_token, int num_tokens, int out_token, int lane,
+                   const float (&c)[4], const float* factors, const RowValues& rows, const Before& before) {
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         const int token = first_token + 2 * t + e;
-        const bool real = token < args.num_tokens;
+        const bool real = token < num_tokens;
         float scale = args.inverse[which];
         if (factors) scale *= factors[2 * t + e];
         const float first = c[e] * scale, second = c[2 + e] * scale;
+        const u64 out_row = (u64)(out_token + token);
         if (EPILOGUE == GATED) {
             const int j = tile * 8 + g;
             if (real && j < args.rows[which] / 2)
-                args.half_out[(u64)token * args.out_stride + j] =
-                    half_saturated(activate(first, args.activation) * second);
+                args.half_out[out_row * args.out_stride + j] = half_saturated(activate(first, args.activation) * second);
             continue;
         }
         float squares = 0.f;
@@ -76,19 +118,16 @@ DEVICE void finish(const LinearArgs& args, int which, int tile, int first_token,
         for (int upper = 0; upper < 2; upper++) {
             const int row = tile * 16 + 8 * upper + g;
             if (!real || row >= args.rows[which]) continue;
-            float y = upper ? second : first;
-            if (args.bias[which]) y += args.bias[which][row];
-            float* out = args.out + (u64)token * args.out_stride + args.out_start[which] + row;
-            if (EPILOGUE == RESIDUAL) y += *out;
-            *out = y;
+            const float y = (upper ? second : first) + rows.bias[upper] + before.out[e][upper];
+            args.out[out_row * args.out_stride + args.out_start[which] + row] = y;
             if (EPILOGUE == RESIDUAL && args.next_x) {
                 squares = __fmaf_rn(y, y, squares);
-                args.next_x[(u64)token * args.next_stride + row] = half_saturated(y * args.next_weight[row]);
+                args.next_x[out_row * args.next_stride + row] = half_saturated(y * rows.next_weight[upper]);
             }
         }
         if (EPILOGUE == RESIDUAL && args.next_x) {
             squares = sum_of_rows(squares);
-            if (real && g == 0) args.next_squares[(u64)token * args.row_tiles[which] + tile] = squares;
+            if (real && g == 0) args.next_squares[out_row * args.row_tiles[which] + tile] = squares;
         }
     }
 }

@@ -57,10 +57,13 @@ DEVICE void accumulate(u8* shared, const LinearArgs& args, int which, int tile, 
 #pragma unroll
                 for (int parity = 0; parity < 2; parity++) {
 #pragma unroll
-                    for (int n = 0; n < N; n++) {
-                        const uint4 b = *(const uint4*)(mine + n * 8 * ROW_BYTES + (2 * i + parity) * 64);
+                    for (int n = 0; n < N; n += 2) {  // in pairs: a sum waits for its last product
+                        const u8* at = mine + n * 8 * ROW_BYTES + (2 * i + parity) * 64;
+                        const uint4 b = *(const uint4*)at, d = *(const uint4*)(at + 8 * ROW_BYTES);
                         mma(c[n], a[parity][0], b.x, b.y);
+                        mma(c[n + 1], a[parity][0], d.x, d.y);
                         mma(c[n], a[parity][1], b.z, b.w);
+                        mma(c[n + 1], a[parity][1], d.z, d.w);
                     }
                 }
             }
@@ -111,14 +114,18 @@ __global__ void __launch_bounds__(WARPS * 32, 2) matmul(const __grid_constant__ 
     }
     if (args.squares) {
         for (int token = warp; token < args.num_tokens; token += WARPS) {
-            const float factor = norm_factor(args, token, lane);
+            const float factor = norm_factor(args, squares_share(args, token, lane));
             if (lane == 0) factors[token] = factor;
         }
         __syncthreads();
     }
-    if (tile < args.row_tiles[which]) {
+    if (tile >= args.row_tiles[which]) return;
+    const RowValues rows = row_values<EPILOGUE>(args, which, tile, lane);
+    Before before[N];
 #pragma unroll
-        for (int n = 0; n < N; n++)
-            finish<EPILOGUE>(args, which, tile, n * 8, lane, c[n], args.squares ? factors + n * 8 : nullptr);
-    }
+    for (int n = 0; n < N; n++) before[n] = out_before<EPILOGUE>(args, which, tile, n * 8, lane, 0);
+#pragma unroll
+    for (int n = 0; n < N; n++)
+        finish<EPILOGUE>(args, which, tile, n * 8, args.num_tokens, 0, lane, c[n],
+                         args.squares ? factors + n * 8 : nullptr, rows, before[n]);
 }
