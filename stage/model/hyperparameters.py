@@ -39,6 +39,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "embedding_scale": (0, 1),
     "expert_count": (0,),
     "expert_used_count": (0,),
+    "expert_feed_forward_length": (0,),
     "expert_gating_func": (0, 1),  # 1: softmax
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),

@@ -1,0 +1,1 @@
+"""Weights as a file stores them, and what their bytes mean."""
