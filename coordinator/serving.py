@@ -33,9 +33,20 @@ class ActiveRequest:
     events: asyncio.Queue[Event | PipeLLMError] = field(default_factory=asyncio.Queue)
 
     async def events_until_finished(self) -> AsyncIterator[Event]:
-        """Deltas, then the finish. Raises the error that ended the request otherwise."""
+        """Deltas, then the finish. Raises the error that ended the request otherwise.
+
+        Deltas that came while the client was busy with the last one are told as one."""
         while True:
             event = await self.events.get()
+            while isinstance(event, coordinator_pb2.GenerationDelta) and not self.events.empty():
+                following = self.events.get_nowait()
+                if isinstance(following, coordinator_pb2.GenerationDelta):
+                    event.text += following.text
+                    event.token_ids.extend(following.token_ids)
+                    event.tokens.extend(following.tokens)
+                else:
+                    yield event
+                    event = following
             if isinstance(event, PipeLLMError):
                 raise event
             yield event

@@ -64,6 +64,21 @@ class _Loaded:
         )
         self.engine = Engine(runner, sequences, request.epoch, self.responses.put, self.responses.put)
 
+    def next_responses(self) -> tuple[stage_pb2.ExecuteResponse | None, PipeLLMError | None]:
+        """All responses that are there, in one message (waits for the first), and what ends the stream.
+
+        A coordinator that is behind gets fewer, larger messages."""
+        merged = None
+        while merged is None or not self.responses.empty():
+            response = self.responses.get()
+            if isinstance(response, PipeLLMError):
+                return merged, response
+            if merged is None:
+                merged = response
+            else:
+                merged.MergeFrom(response)
+        return merged, None
+
     def close(self, error: PipeLLMError) -> None:
         self.responses.put(error)
         if self.link is not None:
@@ -290,10 +305,13 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         threading.Thread(target=take, name="execute-reader", daemon=True).start()
         reason: PipeLLMError = CancelledError("the coordinator left")
         try:
-            while not isinstance(response := loaded.responses.get(), PipeLLMError):
-                yield response
-            reason = response
-            raise response
+            while True:
+                response, reason_to_end = loaded.next_responses()
+                if response is not None:
+                    yield response
+                if reason_to_end is not None:
+                    reason = reason_to_end
+                    raise reason
         finally:
             # Without its steps an epoch is of no use: a coordinator that comes back loads a new one.
             self._log.info("epoch_ended", epoch=first.epoch, reason=str(reason))
