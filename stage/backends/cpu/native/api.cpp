@@ -100,7 +100,7 @@ bool product(Engine* engine, const Norm* norm, const Matrix* matrix, float softc
   char* scratch = static_cast<char*>(engine->arena.take((size_t)engine->threads * Arena::rounded(kScratchBytes)));
   engine->reset_counters();
   Form form = form_for(*engine, *matrix, rows);
-  int32_t chunk = chunk_rows(matrix->rows, engine->threads, rows >= kPanelMinRows);
+  int32_t chunk = chunk_rows(matrix->rows, engine->threads, rows);
   const Kernels& k = *engine->kernels;
   on_all_threads(engine, [&](int thread) {
     for (int64_t row = engine->draw(0); row < rows; row = engine->draw(0)) {

@@ -45,8 +45,8 @@ struct Engine {
 
 // A pass's rows at most; longer batches go through a layer in several passes.
 constexpr int32_t kMaxRows = 512;
-// From this many rows on, weights are unpacked into panels.
-constexpr int32_t kPanelMinRows = 6;
+// From this many rows on, unpacking weights into panels pays (16-bit activations gain nothing from panels).
+constexpr int32_t kPanelMinRows = 9;
 
 bool float_type(int32_t type);
 // The form a product of n rows with this matrix wants its input in.
@@ -59,7 +59,7 @@ void multiply(const Engine&, const Matrix&, int64_t expert, int32_t start, int32
 size_t activations_bytes(int64_t rows, int64_t width);
 Activations take_activations(Arena&, int64_t rows, int64_t width);
 
-// Divides `rows` of a product among threads: a multiple of 32.
-int32_t chunk_rows(int32_t rows, int32_t threads, bool panels);
+// Weight rows a thread takes at a time of a product's `rows`, for n input rows: a multiple of 32.
+int32_t chunk_rows(int32_t rows, int32_t threads, int32_t n);
 
 bool run_layer_rows(Engine&, const LayerPlan&, const KvLayer&, const BatchRows&, float* hidden_states);

@@ -6,7 +6,8 @@
 //   quants(p, u)        weights 32u to 32u + 31 of the block at p
 //   scale(p, d, m)      kBlock 32: the block's d and m
 //   scales(p, d, m)     kBlock 256: d and m of its groups, eight a vector
-// m is left alone where kSigned: it is zero.
+// m is left alone where kSigned: it is zero. Blocks of 32 that begin with halves have kHalves of them: 1, d, with
+// m = kMinimum d; or 2, d and m.
 
 enum {
   TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q4_0 = 2, TYPE_Q4_1 = 3, TYPE_Q5_0 = 6, TYPE_Q5_1 = 7, TYPE_Q8_0 = 8,
@@ -33,7 +34,7 @@ INLINE f32x8 signed_bytes_to_f32(uint64_t bytes) {
 }
 
 struct Q4_0 {
-  enum { kBlock = 32, kBytes = 18, kGroup = 32, kSigned = 0, kBits = 4 };
+  enum { kBlock = 32, kBytes = 18, kGroup = 32, kSigned = 0, kBits = 4, kHalves = 1, kMinimum = -8 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return nibbles(p + 2); }
   static INLINE void scale(const uint8_t* p, float& d, float& m) {
     d = f16_to_f32(p);
@@ -42,7 +43,7 @@ struct Q4_0 {
 };
 
 struct Q4_1 {
-  enum { kBlock = 32, kBytes = 20, kGroup = 32, kSigned = 0, kBits = 4 };
+  enum { kBlock = 32, kBytes = 20, kGroup = 32, kSigned = 0, kBits = 4, kHalves = 2, kMinimum = 1 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return nibbles(p + 4); }
   static INLINE void scale(const uint8_t* p, float& d, float& m) {
     d = f16_to_f32(p);
@@ -51,7 +52,7 @@ struct Q4_1 {
 };
 
 struct Q5_0 {
-  enum { kBlock = 32, kBytes = 22, kGroup = 32, kSigned = 0, kBits = 5 };
+  enum { kBlock = 32, kBytes = 22, kGroup = 32, kSigned = 0, kBits = 5, kHalves = 1, kMinimum = -16 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return nibbles(p + 6) | spread_bits(load_u32(p + 2), 16); }
   static INLINE void scale(const uint8_t* p, float& d, float& m) {
     d = f16_to_f32(p);
@@ -60,7 +61,7 @@ struct Q5_0 {
 };
 
 struct Q5_1 {
-  enum { kBlock = 32, kBytes = 24, kGroup = 32, kSigned = 0, kBits = 5 };
+  enum { kBlock = 32, kBytes = 24, kGroup = 32, kSigned = 0, kBits = 5, kHalves = 2, kMinimum = 1 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return nibbles(p + 8) | spread_bits(load_u32(p + 4), 16); }
   static INLINE void scale(const uint8_t* p, float& d, float& m) {
     d = f16_to_f32(p);
@@ -69,7 +70,7 @@ struct Q5_1 {
 };
 
 struct Q8_0 {
-  enum { kBlock = 32, kBytes = 34, kGroup = 32, kSigned = 1, kBits = 8 };
+  enum { kBlock = 32, kBytes = 34, kGroup = 32, kSigned = 1, kBits = 8, kHalves = 1, kMinimum = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return load<u8x32>(p + 2); }
   static INLINE void scale(const uint8_t* p, float& d, float&) { d = f16_to_f32(p); }
 };
@@ -78,13 +79,13 @@ static const int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 
 static const int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // twice E2M1
 
 struct IQ4_NL {
-  enum { kBlock = 32, kBytes = 18, kGroup = 32, kSigned = 1, kBits = 8 };
+  enum { kBlock = 32, kBytes = 18, kGroup = 32, kSigned = 1, kBits = 8, kHalves = 1, kMinimum = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return lookup16(kIq4Values, nibbles(p + 2)); }
   static INLINE void scale(const uint8_t* p, float& d, float&) { d = f16_to_f32(p); }
 };
 
 struct MXFP4 {
-  enum { kBlock = 32, kBytes = 17, kGroup = 32, kSigned = 1, kBits = 8 };
+  enum { kBlock = 32, kBytes = 17, kGroup = 32, kSigned = 1, kBits = 8, kHalves = 0, kMinimum = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return lookup16(kMxfp4Values, nibbles(p + 1)); }
   static INLINE void scale(const uint8_t* p, float& d, float&) {
     // 2^(e - 128): half of the block's power of two, the table holding twice the values

@@ -44,6 +44,7 @@ class LayerRun {
     float* queries;   // [kAttentionQueries, head_pad]
     float* residual;  // [hidden], single row only
     Activations x, heads;
+    HighLow* high_low;  // of the gated activations
   };
 
   size_t layout(bool take);
@@ -144,6 +145,7 @@ size_t LayerRun::layout(bool really) {
       own.residual = floats(s.hidden);
       own.x = take_inputs(engine_, really, total, 1, s.hidden);
       own.heads = take_inputs(engine_, really, total, 1, head_width);
+      own.high_low = take<HighLow>(engine_, really, total, s.ffn / 256 + 1);
     }
     if (really) own_[t] = own;
   }
@@ -205,7 +207,7 @@ void LayerRun::add_branch(Private& own, const Norm& post_norm, int32_t row) {
 
 void LayerRun::project_qkv(Private& own) {
   const Matrix* matrices[] = {&plan_.q, &plan_.k, &plan_.v};
-  int32_t chunk = chunk_rows(s_.qkv, s_.threads, s_.rows >= kPanelMinRows);
+  int32_t chunk = chunk_rows(s_.qkv, s_.threads, s_.rows);
   int64_t units[3], total = 0;
   for (int i = 0; i < 3; i++) total += units[i] = (matrices[i]->rows + chunk - 1) / chunk;
   for_units(kQkv, total, [&](int64_t unit) {
@@ -341,7 +343,7 @@ void LayerRun::merge_heads(Activations& x, int32_t row, int32_t forms) {
 
 // out_ = matrix x, all rows.
 void LayerRun::project(Private& own, int phase, const Matrix& matrix, const Activations& x) {
-  int32_t chunk = chunk_rows(matrix.rows, s_.threads, s_.rows >= kPanelMinRows);
+  int32_t chunk = chunk_rows(matrix.rows, s_.threads, s_.rows);
   for_units(phase, (matrix.rows + chunk - 1) / chunk, [&](int64_t unit) {
     int32_t start = (int32_t)unit * chunk, end = std::min(start + chunk, matrix.rows);
     multiply(engine_, matrix, 0, start, end, x, nullptr, s_.rows, out_, s_.hidden, own.scratch);
@@ -350,7 +352,7 @@ void LayerRun::project(Private& own, int phase, const Matrix& matrix, const Acti
 }
 
 void LayerRun::dense(Private& own) {
-  int32_t chunk = chunk_rows(s_.ffn, s_.threads, s_.rows >= kPanelMinRows);
+  int32_t chunk = chunk_rows(s_.ffn, s_.threads, s_.rows);
   int32_t forms = form_for(engine_, plan_.down, s_.rows);
   for_units(kGateUp, (s_.ffn + chunk - 1) / chunk, [&](int64_t unit) {
     int32_t start = (int32_t)unit * chunk, end = std::min(start + chunk, s_.ffn);
@@ -359,11 +361,16 @@ void LayerRun::dense(Private& own) {
     multiply(engine_, plan_.up, 0, start, end, x, nullptr, s_.rows, up_, s_.ffn, own.scratch);
     for (int32_t row = 0; row < s_.rows; row++) {
       k_.gated(h_.f32 + row * h_.stride + start, up_ + (int64_t)row * s_.ffn + start, end - start, plan_.activation);
-      if (forms & ~FORM_F32) k_.quantise(&h_, forms, row, start, end);
+      if (forms & (FORM_I16 | FORM_I8)) k_.quantise(&h_, forms, row, start, end);
     }
   });
   engine_.pool->barrier();
-  project(own, kDown, plan_.down, h_);
+  Activations h = h_;
+  if (forms & FORM_HIGH_LOW) {  // its blocks are wider than the chunks: every thread makes its own
+    h.high_low = own.high_low;
+    k_.quantise(&h, FORM_HIGH_LOW, 0, 0, s_.ffn);
+  }
+  project(own, kDown, plan_.down, h);
 }
 
 // Softmax over the router's logits, the largest few, their weights made to sum to one.
@@ -401,15 +408,16 @@ void LayerRun::place_slots() {
 
 // Experts' forms depend on how many rows chose them; all that may be wanted are made.
 int32_t expert_forms(const Engine& engine, const Matrix& matrix, int32_t rows) {
-  return form_for(engine, matrix, 1) | form_for(engine, matrix, rows);
+  return form_for(engine, matrix, 1) | form_for(engine, matrix, 2) | form_for(engine, matrix, rows);
 }
 
 void LayerRun::experts(Private& own, int thread) {
   if (thread == 0) place_slots();
   engine_.pool->barrier();
-  int32_t chunk = 32 * std::max(1, s_.ffn / 32 / (2 * s_.threads));
-  int32_t chunks = (s_.ffn + chunk - 1) / chunk;
   int32_t forms = expert_forms(engine_, plan_.down, s_.rows);
+  int32_t block = forms & FORM_HIGH_LOW ? 256 : 32;
+  int32_t chunk = block * std::max(1, s_.ffn / block / (2 * s_.threads));
+  int32_t chunks = (s_.ffn + chunk - 1) / chunk;
   const Activations& x = inputs(own);
   for_units(kGateUp, (int64_t)plan_.num_experts * chunks, [&](int64_t unit) {
     int32_t expert = (int32_t)(unit / chunks), start = (int32_t)(unit % chunks) * chunk;

@@ -2,9 +2,9 @@
 // stream, and used for all input rows before the next panel. Nothing is kept: the mapped file stays the only
 // copy of the weights, and unpacking costs a few percent from some tens of rows on. Included by variant.cpp.
 //
-// A panel holds 32-bit words: word j of eight weight rows side by side (four bytes, two 16-bit values or one
-// float of consecutive, or for 16-bit even or odd, elements), so that one broadcast word of an input row
-// meets eight rows, and sums need no horizontal step. Scales lie in vectors of eight rows as well.
+// A panel holds 32-bit words: word j of eight weight rows side by side (four bytes or one float of consecutive
+// elements), so that one broadcast word of an input row meets eight rows, and sums need no horizontal step.
+// Scales lie in vectors of eight rows as well.
 
 struct Panel {
   alignas(64) uint8_t words[kPanelRows * kPanelCols * 4];
@@ -15,16 +15,22 @@ struct Panel {
 // How many maddubs results of this many bits may be added in 16 bits: n * 2 * (2^bits - 1) * 127 < 32768.
 constexpr int adds_in_16_bits(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : 2; }
 
-template <class F, int kForm>
+// Signed weights become unsigned ones, 128 more.
+template <class F>
+constexpr bool panel_is_offset() {
+  return F::kSigned && !DOT4_SIGNED;
+}
+
+template <class F>
 constexpr bool panel_has_minimum() {
-  return !F::kSigned || (kForm == FORM_I8 && !DOT4_SIGNED);
+  return !F::kSigned || panel_is_offset<F>();
 }
 
 // Columns [k, k + width) of eight rows.
-template <class F, int kForm>
+template <class F>
 INLINE void unpack(const uint8_t* const rows[kPanelRows], int32_t k, int32_t width, Panel* panel) {
   constexpr int kGroupVectors = F::kBlock / F::kGroup;  // vectors of eight rows' scales a block
-  constexpr bool kOffset = F::kSigned && kForm == FORM_I8 && !DOT4_SIGNED;  // signed weights + 128
+  constexpr bool kOffset = panel_is_offset<F>();
   uint8_t* words = panel->words;
   float *d = panel->d, *m = panel->m;
   for (int32_t b = k / F::kBlock; b < (k + width) / F::kBlock; b++) {
@@ -57,32 +63,15 @@ INLINE void unpack(const uint8_t* const rows[kPanelRows], int32_t k, int32_t wid
     m += 8 * kGroupVectors;
 #pragma GCC unroll 8
     for (int u = 0; u < F::kBlock / 32; u++) {
-      i32x8 low[8], high[8];
+      i32x8 t[8];
       for (int i = 0; i < 8; i++) {
         u8x32 v = F::quants(rows[i] + (int64_t)b * F::kBytes, u);
         if constexpr (kOffset) v ^= 0x80;
-        if constexpr (kForm == FORM_I8) {
-          low[i] = (i32x8)v;
-        } else {
-          i16x16 even, odd;
-          split16<F>(v, even, odd);
-          low[i] = (i32x8)even;
-          high[i] = (i32x8)odd;
-        }
+        t[i] = (i32x8)v;
       }
-      transpose8(low);
-      if constexpr (kForm == FORM_I8) {
-        for (int i = 0; i < 8; i++) store(words + 32 * i, low[i]);
-        words += 32 * 8;
-      } else {
-        transpose8(high);
-        for (int half = 0; half < 2; half++)
-          for (int i = 0; i < 4; i++) {
-            store(words + 32 * (8 * half + i), low[4 * half + i]);
-            store(words + 32 * (8 * half + 4 + i), high[4 * half + i]);
-          }
-        words += 32 * 16;
-      }
+      transpose8(t);
+      for (int i = 0; i < 8; i++) store(words + 32 * i, t[i]);
+      words += 32 * 8;
     }
   }
 }
@@ -112,8 +101,8 @@ INLINE void dot_words8(const uint8_t* words, const int8_t* const* x, i32x8* dot)
 }
 
 // acc[i] += panel . x[i] over `width` columns; x, scale and sum point at the panel's first column.
-template <class F, int kForm, int N>
-INLINE void panel_dot(const Panel* panel, int32_t width, const void* const* x, const float* const* scale,
+template <class F, int N>
+INLINE void panel_dot(const Panel* panel, int32_t width, const int8_t* const* x, const float* const* scale,
                       const float* const* sum, f32x8* acc) {
   constexpr int kGroups = 32 / F::kGroup;  // groups in 32 columns: 1 or 2
   const uint8_t* words = panel->words;
@@ -121,36 +110,19 @@ INLINE void panel_dot(const Panel* panel, int32_t width, const void* const* x, c
 #pragma GCC unroll 2
     for (int g = 0; g < kGroups; g++) {
       i32x8 dot[N] = {};
-      if constexpr (kForm == FORM_I8) {
-        const int8_t* at[N];
-        for (int i = 0; i < N; i++) at[i] = (const int8_t*)x[i] + 32 * u + 16 * g;
-        dot_words8<F, N, 8 / kGroups>(words, at, dot);
-        words += 32 * 8 / kGroups;
-      } else {
-        // words 0-3 of the block's even elements with 0-3 of the odd ones make its first half
-#pragma GCC unroll 16
-        for (int j = 0; j < 16 / kGroups; j++) {
-          int word = 16 / kGroups * g + j, half = word / 8;
-          int from = word % 8 < 4 ? 4 * half + word % 8 : 8 + 4 * half + word % 4;
-          i16x16 w = load<i16x16>(words + 32 * j);
-          for (int i = 0; i < N; i++)
-            dot[i] = madd(dot[i], w, (i16x16)splat_i32(load<int32_t>((const int16_t*)x[i] + 32 * u + 2 * from)));
-        }
-        words += 32 * 16 / kGroups;
-      }
+      const int8_t* at[N];
+      for (int i = 0; i < N; i++) at[i] = x[i] + 32 * u + 16 * g;
+      dot_words8<F, N, 8 / kGroups>(words, at, dot);
+      words += 32 * 8 / kGroups;
       f32x8 d = load<f32x8>(panel->d + 8 * (kGroups * u + g));
       for (int i = 0; i < N; i++) acc[i] += CONVERT(dot[i], f32x8) * (d * scale[i][u]);
-      if constexpr (panel_has_minimum<F, kForm>()) {
+      if constexpr (panel_has_minimum<F>()) {
         f32x8 m = load<f32x8>(panel->m + 8 * (kGroups * u + g));
         for (int i = 0; i < N; i++) acc[i] += m * sum[i][kGroups * u + g];
       }
     }
   }
 }
-
-struct FloatForm {
-  enum { kSigned = 1, kGroup = 32 };
-};
 
 template <class F>
 INLINE void unpack_float(const uint8_t* const rows[kPanelRows], int32_t k, int32_t width, Panel* panel) {
@@ -169,50 +141,63 @@ INLINE void unpack_float(const uint8_t* const rows[kPanelRows], int32_t k, int32
 }
 
 template <int N>
-INLINE void panel_dot_float(const Panel* panel, int32_t width, const void* const* x, f32x8* acc) {
+INLINE void panel_dot_float(const Panel* panel, int32_t width, const float* const* x, f32x8* acc) {
   for (int32_t k = 0; k < width; k++) {
     f32x8 w = load<f32x8>(panel->words + 32 * k);
-    for (int i = 0; i < N; i++) acc[i] += w * ((const float*)x[i])[k];
+    for (int i = 0; i < N; i++) acc[i] += w * x[i][k];
   }
 }
 
-template <class F, int kForm, int N>
-INLINE void panel_rows(const Panel* panels, int32_t num_panels, int32_t k, int32_t width, const WeightRows* w,
-                       const Activations* a, const int32_t* index, int32_t first, int32_t row, float* out,
-                       int64_t out_stride) {
-  const void* x[N];
+// What panels multiply: 8-bit inputs of a quantised format.
+template <class F, int N>
+struct IntegerInputs {
+  const int8_t* x[N];
   const float *scale[N], *sum[N];
-  const Quantised& q = kForm == FORM_I8 ? a->i8 : a->i16;
-  for (int i = 0; i < N; i++) {
-    int64_t from = index ? index[first + i] : first + i;
-    if constexpr (kForm == FORM_F32) {
-      x[i] = a->f32 + from * a->stride + k;
-    } else {
-      x[i] = (const char*)q.q + (from * a->stride + k) * (kForm == FORM_I8 ? 1 : 2);
-      scale[i] = q.scale + (from * a->stride + k) / 32;
-      sum[i] = (F::kGroup == 32 ? q.sum32 : q.sum16) + (from * a->stride + k) / F::kGroup;
+
+  IntegerInputs(const Activations* a, const int32_t* index, int32_t first, int32_t k) {
+    for (int i = 0; i < N; i++) {
+      int64_t at = (index ? index[first + i] : first + i) * a->stride + k;
+      x[i] = (const int8_t*)a->i8.q + at;
+      scale[i] = a->i8.scale + at / 32;
+      sum[i] = (F::kGroup == 32 ? a->i8.sum32 : a->i8.sum16) + at / F::kGroup;
     }
   }
-  for (int32_t p = 0; p < num_panels; p++) {
-    int32_t r = row + p * kPanelRows, rows = w->row_end - r < kPanelRows ? w->row_end - r : kPanelRows;
+  INLINE void dot(const Panel* panel, int32_t width, f32x8* acc) const {
+    panel_dot<F, N>(panel, width, x, scale, sum, acc);
+  }
+};
+
+// Or float ones of an unquantised format.
+template <class F, int N>
+struct FloatInputs {
+  const float* x[N];
+
+  FloatInputs(const Activations* a, const int32_t* index, int32_t first, int32_t k) {
+    for (int i = 0; i < N; i++) x[i] = a->f32 + (index ? index[first + i] : first + i) * a->stride + k;
+  }
+  INLINE void dot(const Panel* panel, int32_t width, f32x8* acc) const { panel_dot_float<N>(panel, width, x, acc); }
+};
+
+// out (+)= panels . inputs for N inputs from `first`: from column 0 on set, later added to.
+template <int N, class Inputs>
+INLINE void panel_rows(const Panel* panels, int32_t num_panels, int32_t width, const Inputs& inputs, bool accumulate,
+                       int32_t rows_left, float* out, int64_t out_stride) {
+  for (int32_t p = 0; p < num_panels; p++, rows_left -= kPanelRows, out += kPanelRows) {
+    size_t bytes = (rows_left < kPanelRows ? rows_left : kPanelRows) * sizeof(float);
     f32x8 acc[N] = {};
-    if (k > 0)
-      for (int i = 0; i < N; i++) __builtin_memcpy(&acc[i], out + (first + i) * out_stride + r, rows * sizeof(float));
-    if constexpr (kForm == FORM_F32)
-      panel_dot_float<N>(panels + p, width, x, acc);
-    else
-      panel_dot<F, kForm, N>(panels + p, width, x, scale, sum, acc);
+    if (accumulate)
+      for (int i = 0; i < N; i++) __builtin_memcpy(&acc[i], out + i * out_stride, bytes);
+    inputs.dot(panels + p, width, acc);
     for (int i = 0; i < N; i++) {
-      float* y = out + (first + i) * out_stride + r;
-      if (rows == kPanelRows)
-        store(y, acc[i]);
+      if (rows_left >= kPanelRows)
+        store(out + i * out_stride, acc[i]);
       else
-        __builtin_memcpy(y, &acc[i], rows * sizeof(float));
+        __builtin_memcpy(out + i * out_stride, &acc[i], bytes);
     }
   }
 }
 
-template <class F, int kForm, class Unpack>
+template <class F, template <class, int> class Inputs, class Unpack>
 INLINE void matmul_panels(const WeightRows* w, const Activations* a, const int32_t* index, int32_t n, float* out,
                           int64_t out_stride, Panel* panels, Unpack unpack_panel) {
   for (int32_t row = w->row_start; row < w->row_end; row += kPanelRows * kPanels) {
@@ -230,13 +215,16 @@ INLINE void matmul_panels(const WeightRows* w, const Activations* a, const int32
       }
       int32_t i = 0;
       for (; i + 4 <= n; i += 4)
-        panel_rows<F, kForm, 4>(panels, num_panels, k, width, w, a, index, i, row, out, out_stride);
+        panel_rows<4>(panels, num_panels, width, Inputs<F, 4>(a, index, i, k), k > 0, left,
+                      out + i * out_stride + row, out_stride);
       for (; i < n; i++)
-        panel_rows<F, kForm, 1>(panels, num_panels, k, width, w, a, index, i, row, out, out_stride);
+        panel_rows<1>(panels, num_panels, width, Inputs<F, 1>(a, index, i, k), k > 0, left,
+                      out + i * out_stride + row, out_stride);
     }
   }
 }
 
+// On plain AVX2 8-bit weights would overflow maddubs: these types keep 16-bit activations.
 template <class F>
 constexpr bool has_fast_i8() {
   return DOT4_NATIVE || !F::kSigned;
@@ -248,20 +236,17 @@ bool fast_i8(int32_t type) {
   return fast;
 }
 
-void matmul(const WeightRows* w, Form form, const Activations* a, const int32_t* index, int32_t n, float* out,
+void matmul(const WeightRows* w, const Activations* a, const int32_t* index, int32_t n, float* out,
             int64_t out_stride, void* scratch) {
   Panel* panels = (Panel*)scratch;
   bool quantised = with_format(w->type, [&](auto format) {
     using F = decltype(format);
-    if (form == FORM_I8) {
-      if constexpr (has_fast_i8<F>())
-        matmul_panels<F, FORM_I8>(w, a, index, n, out, out_stride, panels, unpack<F, FORM_I8>);
-    } else {
-      matmul_panels<F, FORM_I16>(w, a, index, n, out, out_stride, panels, unpack<F, FORM_I16>);
-    }
+    if constexpr (has_fast_i8<F>())
+      matmul_panels<F, IntegerInputs>(w, a, index, n, out, out_stride, panels, unpack<F>);
   });
   if (quantised) return;
   with_float_format(w->type, [&](auto format) {
-    matmul_panels<FloatForm, FORM_F32>(w, a, index, n, out, out_stride, panels, unpack_float<decltype(format)>);
+    using F = decltype(format);
+    matmul_panels<F, FloatInputs>(w, a, index, n, out, out_stride, panels, unpack_float<F>);
   });
 }

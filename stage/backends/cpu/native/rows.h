@@ -1,39 +1,6 @@
 // What is done to single rows of activations: quantising, norms, the gate, rotary embedding, writing keys and
 // values. Included by variant.cpp.
 
-INLINE int32_t hsum_i32(i32x8 v) {
-  i32x8 a = v + SHUFFLE(i32x8, v, v, 4, 5, 6, 7, 0, 1, 2, 3);
-  i32x8 b = a + SHUFFLE(i32x8, a, a, 2, 3, 0, 1, 6, 7, 4, 5);
-  return b[0] + b[1];
-}
-
-// [a | b], saturating
-INLINE i16x16 narrow16(i32x8 a, i32x8 b) {
-#if defined(__AVX2__)
-  return (i16x16)_mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)a, (__m256i)b), 0xd8);
-#else
-  i16x16 v;
-  for (int i = 0; i < 8; i++) {
-    v[i] = (int16_t)a[i];
-    v[8 + i] = (int16_t)b[i];
-  }
-  return v;
-#endif
-}
-
-INLINE i8x32 narrow8(i16x16 a, i16x16 b) {
-#if defined(__AVX2__)
-  return (i8x32)_mm256_permute4x64_epi64(_mm256_packs_epi16((__m256i)a, (__m256i)b), 0xd8);
-#else
-  i8x32 v;
-  for (int i = 0; i < 16; i++) {
-    v[i] = (int8_t)a[i];
-    v[16 + i] = (int8_t)b[i];
-  }
-  return v;
-#endif
-}
-
 INLINE void block_sums(const Quantised& q, int64_t block, float scale, i32x8 first, i32x8 second) {
   float low = (float)hsum_i32(first) * scale, high = (float)hsum_i32(second) * scale;
   q.scale[block] = scale;
@@ -43,7 +10,7 @@ INLINE void block_sums(const Quantised& q, int64_t block, float scale, i32x8 fir
 }
 
 void quantise(const Activations* a, int32_t forms, int64_t row, int32_t start, int32_t end) {
-  for (int32_t k = start; k < end; k += 32) {
+  for (int32_t k = start; k < end && forms & (FORM_I16 | FORM_I8); k += 32) {
     const float* x = a->f32 + row * a->stride + k;
     int64_t block = (row * a->stride + k) / 32;
     f32x8 v[4];
@@ -71,6 +38,13 @@ void quantise(const Activations* a, int32_t forms, int64_t row, int32_t start, i
       block_sums(a->i8, block, largest / 127.0f, r[0] + r[1], r[2] + r[3]);
     }
   }
+#if SUPERBLOCKS
+  if (forms & FORM_HIGH_LOW)
+    for (int32_t k = start; k < end; k += 256) {
+      int64_t at = row * a->stride + k;
+      quantise_superblock(a->f32 + at, a->high_low + at / 256);
+    }
+#endif
 }
 
 void dequantise(const uint8_t* row, int32_t type, int32_t cols, float scale, float* out) {
