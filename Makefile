@@ -3,6 +3,9 @@
 VENV := .venv
 PY   := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+NATIVE := setup.py $(wildcard stage/backends/cpu/native/*)
+comma := ,
+EXTRAS := dev$(if $(wildcard /dev/nvidia0),$(comma)gpu)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv model protos test check demo
@@ -18,7 +21,7 @@ help:
 venv: $(STAMP)
 
 # The first Python of 3.11 or newer, whatever it is called; or make PYTHON=/path/to/python.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@set -e; \
 	for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python); do \
 	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
@@ -31,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	install its venv package (on Debian and Ubuntu: python3-venv)" >&2; exit 1; }; \
 	fi
 	@echo "installing into $(VENV) (minutes the first time) ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 model: $(STAMP)

@@ -32,7 +32,7 @@ class LocalMesh:
 
     Stages: one per GPU, or `stages` of them on the CPU (one, where there is no GPU). `context_length` is
     what a sequence may hold (0: the coordinator's default), `threads` what each CPU stage uses (0: an equal
-    share). `on_event` hears of the start: `LoadProgress`, the `Plan`, the loaded `Model`.
+    share of the cores). `on_event` hears of the start: `LoadProgress`, the `Plan`, the loaded `Model`.
 
     Entering starts the daemons and loads the model; raises UnknownModelError when there is no such file,
     UnavailableError with a daemon's last words when one ends, DeadlineError when they do not get ready, and
@@ -56,7 +56,7 @@ class LocalMesh:
         self.model_path = Path(os.path.abspath(model))
         self.devices = ["cpu"] * stages if stages else _default_devices()
         self._context_length = context_length
-        self._threads = threads or max(1, len(os.sched_getaffinity(0)) // len(self.devices))
+        self._threads = threads or _fair_share(len(self.devices))
         self._on_event = on_event
         self._children: list[ChildProcess] = []
         self._folder: Path | None = None
@@ -117,7 +117,7 @@ class LocalMesh:
         for index, device in enumerate(self.devices):
             arguments = ["--listen", f"unix:{folder}/stage-{index}.sock", "--coordinator", address]
             arguments += ["--stage-id", f"stage-{index}", "--device", device]
-            if device == "cpu":
+            if self._threads and device == "cpu":
                 arguments += ["--threads", str(self._threads)]
             self._add(folder, f"stage-{index}", "stage", arguments)
 
@@ -164,6 +164,11 @@ def _model_folder(folder: Path, path: Path) -> Path:
         if _model_name(part) == _model_name(path):
             (models / f"{part.name.removesuffix('.gguf')}.gguf").symlink_to(part)
     return models
+
+
+def _fair_share(stages: int) -> int:
+    """Threads for each of several CPU stages; 0, the stage's own choice, for a single one."""
+    return max(1, len(os.sched_getaffinity(0)) // stages) if stages > 1 else 0
 
 
 def _default_devices() -> list[str]:
