@@ -127,7 +127,8 @@ def model_from_proto(message: Message) -> Model:
 
 
 def plan_from_proto(message: pb.PlanStatus) -> Plan:
-    return _copy(Plan, message, windows=tuple(_copy(PlanWindow, window) for window in message.windows))
+    windows = (_copy(PlanWindow, window, stage_id=window.members[0].stage_id) for window in message.windows)
+    return _copy(Plan, message, windows=tuple(windows))
 
 
 def status_from_proto(message: pb.GetStatusResponse) -> Status:

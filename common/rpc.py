@@ -79,10 +79,11 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> errors.PipeLLMError:
     """The exception that a failed call stands for; an unreachable peer is named by its address."""
     code: grpc.StatusCode = error.code()
     details: str = error.details() or code.name
-    if code == grpc.StatusCode.UNAVAILABLE and rpc_status_of(error) is None:
-        details = f"{peer} cannot be reached ({details})"
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        details = f"{peer} did not answer within the deadline"
+    if rpc_status_of(error) is None:  # gRPC's own words, not those of a daemon of ours
+        if code == grpc.StatusCode.UNAVAILABLE:
+            details = f"{peer} cannot be reached ({details})"
+        elif code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            details = f"{peer} did not answer within the deadline"
     return errors.from_status(code, details)
 
 
@@ -136,7 +137,7 @@ def listen(server: grpc.Server | grpc.aio.Server, address: str) -> str:
     """
     check_address(address)
     if address.startswith("unix:"):
-        _clear_stale_socket(address)
+        _refuse_living_socket(address)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
@@ -149,7 +150,7 @@ def listen(server: grpc.Server | grpc.aio.Server, address: str) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-def _clear_stale_socket(address: str) -> None:
+def _refuse_living_socket(address: str) -> None:
     """gRPC would replace a living daemon's socket file without a word, so ask whether anyone answers."""
     path = address.removeprefix("unix:")
     if not os.path.exists(path):
@@ -204,8 +205,8 @@ def _behavior(handler: grpc.RpcMethodHandler) -> Callable[..., Any]:
 class _ErrorInterceptor(grpc.ServerInterceptor):
     def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = continuation(handler_call_details)
-        if handler is None:
-            return None
+        if handler is None or handler_call_details.method.startswith("/grpc."):
+            return handler  # health and reflection raise no errors of ours, and health has its own threading
         inner, method = _behavior(handler), handler_call_details.method
 
         def fail(error: Exception, context: grpc.ServicerContext) -> NoReturn:
@@ -235,7 +236,7 @@ class _AsyncErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith("/grpc."):
-            return handler  # health and reflection mix old and new handler styles and raise no errors of ours
+            return handler  # health and reflection raise no errors of ours
         inner, method = _behavior(handler), handler_call_details.method
 
         async def fail(error: Exception, context: Any) -> NoReturn:

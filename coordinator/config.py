@@ -37,6 +37,8 @@ class CoordinatorConfig:
         rpc.check_address(self.listen)
         if self.metrics_listen:
             rpc.check_address(self.metrics_listen)
+            if self.metrics_listen.startswith("unix:"):
+                raise ConfigError(f"metrics_listen is {self.metrics_listen}, expected host:port")
         for name, least in (
             ("min_stages", 1), ("context_length", 0), ("kv_block_size", 1), ("max_step_tokens", 1),
             ("max_sequences", 1), ("max_waiting", 0), ("run_ahead", 1), ("repeat", 1),

@@ -9,31 +9,20 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-import grpc
-
-from common import rpc
-from common.errors import PipeLLMError, UnavailableError
+from common.errors import UnavailableError
 from coordinator.catalog import CatalogEntry
 from coordinator.config import CoordinatorConfig
 from coordinator.layer_split import StageCosts
-from coordinator.membership import Member
+from coordinator.membership import Member, StageError, calling
 from coordinator.planner import ModelCosts, Plan, PlanSettings, plan
 from protos import coordinator_pb2, stage_pb2
 
 _MEASURE_TIMEOUT_S = 120.0
 _LINK_TIMEOUT_S = 20.0
+_UNLOAD_TIMEOUT_S = 5.0
 
 Report = Callable[[coordinator_pb2.LoadModelResponse], None]
 T = TypeVar("T")
-
-
-class StageError(Exception):
-    """A stage failed while loading; carries the member and the error for people."""
-
-    def __init__(self, member: Member, error: PipeLLMError) -> None:
-        super().__init__(str(error))
-        self.member = member
-        self.error = error
 
 
 async def measure(
@@ -51,7 +40,8 @@ async def measure(
 
     async def one(member: Member) -> stage_pb2.ProfileResponse:
         async with hosts.setdefault(member.device.boot_id, asyncio.Lock()):
-            return await _call(member, member.stub.Profile(request, timeout=_MEASURE_TIMEOUT_S))
+            with calling(member):
+                return await member.stub.Profile(request, timeout=_MEASURE_TIMEOUT_S)
 
     return await _gather([one(member) for member in members])
 
@@ -111,17 +101,16 @@ async def load(
             kv_block_size=made.kv_block_size,
             context_length=made.context_length,
             max_step_tokens=config.max_step_tokens,
-            max_sequences=config.max_sequences,
+            window=index,
+            shard_count=1,
         )
-        try:
+        with calling(member):
             async for response in member.stub.Load(request, timeout=config.load_timeout_s):
                 progress[index] = (response.bytes_done, response.bytes_total)
                 done, total = (sum(column) for column in zip(*progress, strict=True))
                 report(load_progress("load", done, total))
                 if response.loaded:
                     return response
-        except grpc.RpcError as error:
-            raise _failed(member, error) from error
         raise StageError(member, UnavailableError(f"stage {member.stage_id!r} ended its load early"))
 
     return await _gather([one(index) for index in range(len(members))])
@@ -136,22 +125,25 @@ async def link(members: Sequence[Member], epoch: int) -> list[str]:
         following = (index + 1) % len(members)
         request = stage_pb2.AttachLinkRequest(
             epoch=epoch,
-            next_stage_id=members[following].stage_id,
             next_address=members[following].address,
             next_window=following,
             next_instance_id=members[following].instance_id,
             next_boot_id=members[following].device.boot_id,
         )
-        call = members[index].stub.AttachLink(request, timeout=_LINK_TIMEOUT_S)
-        return (await _call(members[index], call)).carrier
+        with calling(members[index]):
+            return (await members[index].stub.AttachLink(request, timeout=_LINK_TIMEOUT_S)).carrier
 
     return await _gather([one(index) for index in range(len(members))])
 
 
 async def unload(members: Sequence[Member]) -> None:
     """Frees what the stages hold, as far as they can be reached."""
-    calls = [member.stub.Unload(stage_pb2.UnloadRequest(), timeout=5.0) for member in members]
-    await asyncio.gather(*calls, return_exceptions=True)
+
+    async def one(member: Member) -> None:
+        with calling(member):
+            await member.stub.Unload(stage_pb2.UnloadRequest(), timeout=_UNLOAD_TIMEOUT_S)
+
+    await asyncio.gather(*(one(member) for member in members), return_exceptions=True)
 
 
 def load_progress(phase: str, done: int = 0, total: int = 0) -> coordinator_pb2.LoadModelResponse:
@@ -165,7 +157,7 @@ def plan_status(made: Plan, epoch: int, carriers: Sequence[str]) -> coordinator_
     )
     for index, window in enumerate(made.windows):
         status.windows.add(
-            stage_id=window.stage_id,
+            members=[coordinator_pb2.PlanMember(stage_id=window.stage_id, shard_count=1)],
             layer_start=window.layer_start,
             layer_end=window.layer_end,
             embedding=window.embedding,
@@ -174,17 +166,6 @@ def plan_status(made: Plan, epoch: int, carriers: Sequence[str]) -> coordinator_
             carrier=carriers[index] if index < len(carriers) else "",
         )
     return status
-
-
-async def _call(member: Member, call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except grpc.RpcError as error:
-        raise _failed(member, error) from error
-
-
-def _failed(member: Member, error: grpc.RpcError) -> StageError:
-    return StageError(member, rpc.from_rpc_error(error, f"stage {member.stage_id!r} at {member.address}"))
 
 
 async def _gather(attempts: list[Awaitable[T]]) -> list[T]:

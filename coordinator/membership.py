@@ -5,12 +5,15 @@ Time is handed in (seconds of a monotonic clock). What is loaded on a stage is n
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
 
 from common import rpc
-from common.errors import InvalidRequestError, NotReadyError
+from common.errors import InvalidRequestError, NotReadyError, PipeLLMError, UnavailableError
 from protos import coordinator_pb2, model_pb2, stage_pb2_grpc
 
 
@@ -32,6 +35,38 @@ class Member:
         return self is other
 
 
+class StageError(Exception):
+    """A call on a stage failed; carries the member and the error for people."""
+
+    def __init__(self, member: Member, error: PipeLLMError, reported: bool = False) -> None:
+        super().__init__(str(error))
+        self.member = member
+        self.error = error
+        self.reported = reported  # by the stage itself, which is alive then
+
+
+@contextmanager
+def calling(member: Member) -> Iterator[None]:
+    """Everything that a call on the member's channel may raise becomes StageError.
+
+    That includes the channel's being closed under the call, when the member is lost meanwhile: gRPC raises
+    CancelledError then, which must not be taken for the cancellation of the task that waits."""
+    peer = f"stage {member.stage_id!r} at {member.address}"
+    lost = UnavailableError(f"{peer} was lost")
+    try:
+        yield
+    except grpc.RpcError as error:
+        reported = rpc.rpc_status_of(error) is not None
+        raise StageError(member, rpc.from_rpc_error(error, peer), reported) from error
+    except grpc.aio.UsageError as error:
+        raise StageError(member, lost) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise StageError(member, lost) from error
+
+
 @dataclass(frozen=True)
 class Departed:
     """A stage that was here, for `status`."""
@@ -47,7 +82,6 @@ class Membership:
         self._lease_s = lease_s
         self._members: dict[str, Member] = {}
         self._departed: dict[str, Departed] = {}
-        self._replaced: set[str] = set()  # instances that another one of the same id took over from
 
     @property
     def members(self) -> list[Member]:
@@ -64,8 +98,8 @@ class Membership:
         """Registers a stage or renews its lease: the member, whether it is new, and the one it took over
         from, if any.
 
-        Raises NotReadyError for another protocol version or a second stage under a living one's id,
-        InvalidRequestError for an address that cannot be dialled."""
+        Raises NotReadyError for another protocol version, InvalidRequestError for an address that cannot be
+        dialled, UnavailableError for a second stage under a living one's id: that one's lease may end."""
         if request.protocol_version != rpc.PROTOCOL_VERSION:
             raise NotReadyError(
                 f"stage {request.stage_id!r} speaks protocol version {request.protocol_version}, this "
@@ -73,18 +107,18 @@ class Membership:
             )
         if not request.stage_id or not request.instance_id:
             raise InvalidRequestError("RegisterStage: stage_id and instance_id must not be empty")
-        if request.instance_id in self._replaced:
-            raise NotReadyError(
-                f"another stage has registered as {request.stage_id!r} since; give each its own --stage-id"
-            )
         address = rpc.check_address(request.address)
         member = self._members.get(request.stage_id)
         previous = None
         is_new = False
         if member is None or member.instance_id != request.instance_id or member.address != address:
             is_new, previous = True, member
-            if previous is not None and previous.instance_id != request.instance_id:
-                self._replaced.add(previous.instance_id)
+            # At the same address it can only be a restart: two processes do not share one.
+            if previous is not None and previous.address != address and previous.expires_at >= now:
+                raise UnavailableError(
+                    f"a stage at {previous.address} is registered as {request.stage_id!r}; give each stage "
+                    "its own --stage-id (after a restart: its lease ends soon)"
+                )
             channel = rpc.dial_async(address)
             member = Member(
                 request.stage_id, request.instance_id, address, request.device, now, channel,

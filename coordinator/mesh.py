@@ -7,8 +7,9 @@ model are `serving.Served`'s, the attempt to load is `loading`'s.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from common.errors import NotReadyError, PipeLLMError, UnavailableError
@@ -17,14 +18,15 @@ from common.log import get_logger
 from coordinator import loading
 from coordinator.catalog import Catalog, CatalogEntry, model_info
 from coordinator.config import CoordinatorConfig
-from coordinator.loading import Report, StageError, make_plan
-from coordinator.membership import Member, Membership
+from coordinator.loading import Report, make_plan
+from coordinator.membership import Member, Membership, StageError
 from coordinator.metrics import Metrics
 from coordinator.serving import Served
 from coordinator.text import ModelText
 from protos import coordinator_pb2, stage_pb2
 
 _EXPIRY_CHECK_S = 0.25
+_IDLE_CHECK_S = 0.05
 _RETRY_FIRST_S = 0.5  # between attempts to load the wanted model, doubled up to the last
 _RETRY_LAST_S = 30.0
 
@@ -41,13 +43,25 @@ class Mesh:
         self._wanted_context = config.context_length
         self._load_lock = asyncio.Lock()  # one load or unload at a time
         self.loading_members: list[Member] = []
-        self._draining = ""  # why no request is taken any more
+        self._stopping = False
+        self._leaving: set[Member] = set()  # stages whose requests may finish, and that take no new ones
         self._epoch = time.time_ns()  # so that no epoch of an earlier coordinator comes again
         self._profiles: dict[tuple[str, str, int], stage_pb2.ProfileResponse] = {}
         self._changed = asyncio.Event()  # members or the served model changed
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._log = get_logger()
+        self._offer_metrics()
+
+    def _offer_metrics(self) -> None:
+        def of_scheduler(name: str) -> Callable[[], float]:
+            return lambda: getattr(self.served.scheduler, name) if self.served is not None else 0
+
+        gauge = self.metrics.gauge
+        gauge("requests_running", "Requests being computed", of_scheduler("num_running"))
+        gauge("requests_waiting", "Requests queued", of_scheduler("num_waiting"))
+        gauge("kv_blocks_free", "Free KV blocks", of_scheduler("num_free_blocks"))
+        gauge("stages", "Registered stages", lambda: len(self.membership.members))
 
     def start(self) -> None:
         self._tasks = [
@@ -57,7 +71,8 @@ class Mesh:
 
     async def stop(self) -> None:
         """Drains, then ends what is left with UNAVAILABLE and frees the stages."""
-        await self.drain("the coordinator is shutting down")
+        self._stopping = True
+        await self._wait_idle()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -73,9 +88,11 @@ class Mesh:
 
         Raises UnavailableError while draining or after a loss, NotReadyError while nothing is loaded,
         UnknownModelError for a model that is not there at all."""
-        if self._draining:
-            raise UnavailableError(self._draining)
+        if self._stopping:
+            raise UnavailableError("the coordinator is shutting down")
         served = self.served
+        if served is not None and self._is_leaving(served):
+            raise UnavailableError("a stage is leaving; the mesh is planned anew when it has")
         if served is not None and model in ("", served.entry.name, served.entry.file, str(served.entry.path)):
             return served
         name = self.catalog.find(model).name if model else self._wanted
@@ -91,12 +108,14 @@ class Mesh:
             raise UnavailableError(f"model {name!r} is not served: {self.problem}")
         raise NotReadyError(f"model {name!r} is not loaded yet: {self.state}")
 
-    async def drain(self, reason: str) -> None:
-        """Takes no new requests, and waits for the running ones, up to the drain time."""
-        self._draining = reason
+    def _is_leaving(self, served: Served) -> bool:
+        return not self._leaving.isdisjoint(served.members)
+
+    async def _wait_idle(self) -> None:
+        """Waits for the running requests, up to the drain time."""
         deadline = time.monotonic() + self.config.drain_s
         while self.served is not None and self.served.num_requests and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(_IDLE_CHECK_S)
 
     @property
     def is_loading(self) -> bool:
@@ -104,7 +123,7 @@ class Mesh:
 
     @property
     def state(self) -> str:
-        if self._draining:
+        if self._stopping or (self.served is not None and self._is_leaving(self.served)):
             return "draining"
         if self.is_loading:
             return "loading"
@@ -130,11 +149,15 @@ class Mesh:
         member = self.membership.find(stage_id, instance_id)
         if member is None:
             return
-        if self.served is not None and member in self.served.members and not self._draining:
-            member.expires_at += self.config.drain_s  # it renews its lease no more
-            await self.drain(f"stage {stage_id!r} is leaving; the mesh is planned anew without it")
-            self._draining = ""
-        self._lose(member, "it was shut down")
+        self._leaving.add(member)
+        member.expires_at += self.config.drain_s  # it renews its lease no more
+        try:
+            if self.served is not None and member in self.served.members:
+                await self._wait_idle()
+        finally:  # whether it waited for the answer or not, it goes
+            self._leaving.discard(member)
+            if self.membership.find(stage_id, instance_id) is member:  # not lost meanwhile
+                self._lose(member, "it was shut down")
 
     def _lose(self, member: Member, reason: str) -> None:
         self._log.warning("stage_lost", stage=member.stage_id, reason=reason)
@@ -168,8 +191,12 @@ class Mesh:
 
     async def _expire_leases(self) -> None:
         while True:
+            before = time.monotonic()
             await asyncio.sleep(_EXPIRY_CHECK_S)
-            for member in self.membership.expired(time.monotonic()):
+            now = time.monotonic()
+            # Renewals that came while this process itself was held up have not been looked at yet.
+            late_s = now - before - _EXPIRY_CHECK_S
+            for member in self.membership.expired(now - late_s):
                 self._lose(member, f"it has not renewed its lease for {self.config.lease_s:g} s")
 
     # --- loading -----------------------------------------------------------------------------------------
@@ -180,19 +207,22 @@ class Mesh:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            while self._wanted and self.served is None and not self._draining and self._enough_stages():
+            while self._wanted and self.served is None and not self._stopping and self._enough_stages():
                 try:
-                    await self._load(self.catalog.find(self._wanted), self._wanted_context, lambda _: None)
+                    entry = await asyncio.to_thread(self.catalog.find, self._wanted)
+                    await self._load(entry, self._wanted_context, lambda _: None)
                     wait_s = _RETRY_FIRST_S
+                    break
                 except PipeLLMError as error:
                     self.problem = str(error)
                     self._log.warning("load_failed", model=self._wanted, reason=self.problem)
-                    await asyncio.sleep(wait_s)
-                    wait_s = min(2 * wait_s, _RETRY_LAST_S)
                 except Exception as error:
                     self.problem = "loading failed; the coordinator's log says why"
                     self._log.error("load_failed", model=self._wanted, exc_info=error)
-                    await asyncio.sleep(_RETRY_LAST_S)
+                with contextlib.suppress(TimeoutError):  # a stage that comes may be what was missing
+                    await asyncio.wait_for(self._changed.wait(), wait_s)
+                self._changed.clear()
+                wait_s = min(2 * wait_s, _RETRY_LAST_S)
 
     def _enough_stages(self) -> bool:
         return len(self.membership.members) >= self.config.min_stages
@@ -200,8 +230,14 @@ class Mesh:
     async def load(
         self, model: str, context_length: int, force: bool
     ) -> AsyncIterator[coordinator_pb2.LoadModelResponse]:
-        """Loads a model, telling of its progress; what was served before is unloaded first."""
-        entry = self.catalog.find(model)
+        """Loads a model, telling of its progress; what was served before is unloaded first, and loaded again
+        if this fails."""
+        if self._stopping:
+            raise UnavailableError("the coordinator is shutting down")
+        entry = await asyncio.to_thread(self.catalog.find, model)
+        with await asyncio.to_thread(GGUFFile.open, entry.path) as file:  # a bad file ends nothing
+            file.require("general.architecture", str)
+        before = (self._wanted, self._wanted_context)
         if self.served is not None:
             await self.unload(force)
         events: asyncio.Queue[coordinator_pb2.LoadModelResponse | None] = asyncio.Queue()
@@ -213,8 +249,11 @@ class Mesh:
             while (event := await events.get()) is not None:
                 yield event
             served = await task
+            before = (self._wanted, self._wanted_context)
             yield coordinator_pb2.LoadModelResponse(loaded=served.info)
         finally:
+            self._wanted, self._wanted_context = before
+            self._changed.set()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+from common.errors import ConfigError
 
 _WINDOW_S = 10.0
 
@@ -44,14 +47,18 @@ class Metrics:
         )
         self._generated = Counter("pipellm_tokens_generated", "Tokens generated", registry=self.registry)
         self._prompt = Counter("pipellm_tokens_prefilled", "Prompt tokens computed", registry=self.registry)
-        self.running = Gauge("pipellm_requests_running", "Requests running", registry=self.registry)
-        self.waiting = Gauge("pipellm_requests_waiting", "Requests queued", registry=self.registry)
-        self.blocks_free = Gauge("pipellm_kv_blocks_free", "Free KV blocks", registry=self.registry)
-        self.stages = Gauge("pipellm_stages", "Registered stages", registry=self.registry)
+
+    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """A value that is asked for when it is scraped."""
+        Gauge(f"pipellm_{name}", text, registry=self.registry).set_function(value)
 
     def serve(self, address: str) -> None:
+        """Lets Prometheus scrape at host:port. Raises ConfigError if it cannot be bound."""
         host, _, port = address.rpartition(":")
-        start_http_server(int(port), host.strip("[]"), registry=self.registry)
+        try:
+            start_http_server(int(port), host.strip("[]"), registry=self.registry)
+        except OSError as error:
+            raise ConfigError(f"metrics_listen: cannot listen on {address}: {error}") from error
 
     def prefilled(self, tokens: int) -> None:
         self.prefill.add(tokens, time.monotonic())

@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-import grpc
-
-from common import rpc
-from common.errors import CancelledError, PipeLLMError, UnavailableError
+from common.errors import PipeLLMError, UnavailableError
 from common.log import get_logger
-from coordinator.membership import Member
+from coordinator.membership import Member, StageError, calling
 from coordinator.scheduler import Scheduler
 from protos import stage_pb2
 
@@ -79,25 +76,22 @@ class Pipeline:
     async def _run_stage(self, index: int) -> None:
         member = self.members[index]
         try:
-            call = member.stub.Execute(self._requests(index), wait_for_ready=False)
-            async for response in call:
-                for result in response.results:
-                    self._on_result(result)
-                for step_id in response.acknowledged_steps:
-                    self.scheduler.on_acknowledged(index, step_id)
-                self.wake()
-            error: PipeLLMError = UnavailableError("it ended the stream of steps")
-        except grpc.RpcError as failure:
-            error = rpc.from_rpc_error(failure, f"stage {member.stage_id!r} at {member.address}")
-            if rpc.rpc_status_of(failure) is not None:
-                # The stage itself says so. If it is because of its neighbour, that one's own stream is
-                # about to break, and the blame is the neighbour's.
+            with calling(member):
+                async for response in member.stub.Execute(self._requests(index)):
+                    for result in response.results:
+                        self._on_result(result)
+                    for step_id in response.acknowledged_steps:
+                        self.scheduler.on_acknowledged(index, step_id)
+                    self.wake()
+            self._on_failure(member, UnavailableError("it ended the stream of steps"))
+        except StageError as failure:
+            if failure.reported:
+                # If it is because of its neighbour, that one's own stream is about to break, and the blame
+                # is the neighbour's.
                 await asyncio.sleep(_BLAME_WAIT_S)
+            self._on_failure(member, failure.error)
         except Exception as failure:
             self._fault(member, failure)
-            return
-        if not isinstance(error, CancelledError):
-            self._on_failure(member, error)
 
     async def _requests(self, index: int) -> AsyncIterator[stage_pb2.ExecuteRequest]:
         yield stage_pb2.ExecuteRequest(epoch=self.epoch)

@@ -73,24 +73,12 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Tokenize(
         self, request: coordinator_pb2.TokenizeRequest, context: Any
     ) -> coordinator_pb2.TokenizeResponse:
-        tokenizer = self._mesh.require(request.model).text.require_tokenizer()
-        ids = await asyncio.to_thread(
-            lambda: tokenizer.encode(
-                request.text, add_special=not request.no_special, parse_special=request.parse_special
-            )
-        )
-        pieces = [tokenizer.token_bytes(token_id, special=True) for token_id in ids]
-        return coordinator_pb2.TokenizeResponse(ids=ids, pieces=pieces)
+        return await asyncio.to_thread(self._mesh.require(request.model).text.tokenize, request)
 
     async def Detokenize(
         self, request: coordinator_pb2.DetokenizeRequest, context: Any
     ) -> coordinator_pb2.DetokenizeResponse:
-        tokenizer = self._mesh.require(request.model).text.require_tokenizer()
-        for token_id in request.ids:
-            if token_id >= tokenizer.vocab_size:
-                raise InvalidRequestError(f"token id {token_id}: the vocabulary has {tokenizer.vocab_size}")
-        text = tokenizer.decode(list(request.ids), skip_special=not request.show_special)
-        return coordinator_pb2.DetokenizeResponse(text=text)
+        return await asyncio.to_thread(self._mesh.require(request.model).text.detokenize, request)
 
     async def ApplyTemplate(
         self, request: coordinator_pb2.ApplyTemplateRequest, context: Any

@@ -55,7 +55,7 @@ class ActiveRequest:
 
 
 class Served:
-    """One loaded model, from its plan to its end. `members`, `loads` and `carriers` are in ring order.
+    """One loaded model, from its plan to its end. `members` and `carriers` are in ring order.
 
     Creating it opens the streams of steps; `check` proves the ring; `close` ends it all."""
 
@@ -94,6 +94,8 @@ class Served:
         )
         self._active: dict[int, ActiveRequest] = {}  # by sequence id
         self._last_id = 0
+        self._ended: PipeLLMError | None = None
+        self._checked = False  # a canary token has gone round; only what comes after it is counted
         self.scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=plan.num_kv_blocks,
@@ -118,7 +120,9 @@ class Served:
         return len(self._active)
 
     def submit(self, ids: list[int], options: coordinator_pb2.GenerationOptions) -> ActiveRequest:
-        """Queues a request. Raises InvalidRequestError or OutOfCapacityError."""
+        """Queues a request. Raises InvalidRequestError, OutOfCapacityError, or what ended this model."""
+        if self._ended is not None:
+            raise self._ended
         self._last_id += 1
         request = Request(ids, options, self._limits, self._last_id, time.monotonic())
         request_id = request.started.request_id
@@ -160,32 +164,36 @@ class Served:
         if not done:
             raise DeadlineError(f"no token came round the ring within {_CHECK_TIMEOUT_S:.0f} s")
         answer.result()
+        self._checked = True
 
     def fail(self, error: PipeLLMError) -> None:
-        """Every request ends with `error`."""
+        """Every request ends with `error`, those still being prepared too."""
+        self._ended = error
         for active in list(self._active.values()):
             self._finish(active, "failed")
             active.events.put_nowait(error)
 
     async def close(self) -> None:
         await self._pipeline.close()
-        self.text.close()
+        await asyncio.to_thread(self.text.close)  # may wait for a template that is being rendered
 
     def _finish(self, active: ActiveRequest, reason: str) -> None:
         sequence_id = active.request.sequence.sequence_id
         if self._active.pop(sequence_id, None) is not None:
             self.scheduler.finish(sequence_id)
-            self._metrics.finished(reason)
+            if self._checked:
+                self._metrics.finished(reason)
             self._pipeline.wake()
 
     def _on_result(self, result: stage_pb2.StepResult) -> None:
         accepted = self.scheduler.on_result(result)
-        self._metrics.generated(len(accepted))
+        if self._checked:
+            self._metrics.generated(len(accepted))
         for sequence, token in accepted:
             active = self._active.get(sequence.sequence_id)
             if active is None:
                 continue
-            if sequence.num_generated == 1:
+            if sequence.num_generated == 1 and self._checked:
                 self._metrics.prefilled(sequence.num_prompt - sequence.cached_tokens)
             for event in active.request.push(token):
                 active.events.put_nowait(event)

@@ -6,16 +6,23 @@ import asyncio
 import time
 from importlib import metadata
 
-import grpc
-
 from coordinator.loading import plan_status
-from coordinator.membership import Member
+from coordinator.membership import Member, StageError, calling
 from coordinator.mesh import Mesh
 from protos import coordinator_pb2, stage_pb2
 
 _DESCRIBE_TIMEOUT_S = 1.0
 _STARTED = time.monotonic()
-_VERSION = metadata.version("pipellm")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("pipellm")
+    except metadata.PackageNotFoundError:
+        return "not installed"  # run from a checkout
+
+
+_VERSION = _version()
 
 StageState = coordinator_pb2.StageState
 
@@ -57,9 +64,10 @@ async def mesh_status(mesh: Mesh) -> coordinator_pb2.GetStatusResponse:
 async def _describe(member: Member) -> stage_pb2.DescribeResponse | str:
     """What the stage says, or why it says nothing."""
     try:
-        return await member.stub.Describe(stage_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S)
-    except grpc.RpcError as error:
-        return f"does not answer ({error.code().name})"
+        with calling(member):
+            return await member.stub.Describe(stage_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S)
+    except StageError as error:
+        return str(error)
 
 
 def _add_stage(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from common.errors import InvalidRequestError, UnsupportedModelError
+from common.errors import DeadlineError, InvalidRequestError, UnsupportedModelError
 from common.gguf.chat import encode_chat
 from common.gguf.chat_template import ChatTemplate
 from common.gguf.reader import GGUFFile
@@ -63,6 +63,22 @@ class ModelText:
             raise InvalidRequestError("the prompt is empty; give some text or token ids")
         return ids
 
+    def tokenize(self, request: coordinator_pb2.TokenizeRequest) -> coordinator_pb2.TokenizeResponse:
+        tokenizer = self.require_tokenizer()
+        ids = tokenizer.encode(
+            request.text, add_special=not request.no_special, parse_special=request.parse_special
+        )
+        pieces = [tokenizer.token_bytes(token_id, special=True) for token_id in ids]
+        return coordinator_pb2.TokenizeResponse(ids=ids, pieces=pieces)
+
+    def detokenize(self, request: coordinator_pb2.DetokenizeRequest) -> coordinator_pb2.DetokenizeResponse:
+        tokenizer = self.require_tokenizer()
+        unknown = next((token_id for token_id in request.ids if token_id >= tokenizer.vocab_size), None)
+        if unknown is not None:
+            raise InvalidRequestError(f"token id {unknown}: the vocabulary has {tokenizer.vocab_size}")
+        text = tokenizer.decode(list(request.ids), skip_special=not request.show_special)
+        return coordinator_pb2.DetokenizeResponse(text=text)
+
     def render_chat(
         self, messages: Sequence[coordinator_pb2.ChatMessage], tools_json: str, continue_last: bool
     ) -> tuple[str, list[int]]:
@@ -79,13 +95,16 @@ class ModelText:
                 raise InvalidRequestError(
                     f"message {number} has the unknown role {message.role!r}; known are {', '.join(ROLES)}"
                 )
-        return encode_chat(
-            tokenizer,
-            self.template,
-            [{"role": message.role, "content": message.content} for message in messages],
-            tools=_tools(tools_json),
-            continue_last=continue_last,
-        )
+        try:
+            return encode_chat(
+                tokenizer,
+                self.template,
+                [{"role": message.role, "content": message.content} for message in messages],
+                tools=_tools(tools_json),
+                continue_last=continue_last,
+            )
+        except DeadlineError as error:  # the template's own, not the caller's
+            raise InvalidRequestError(str(error)) from error
 
 
 def _piece(tokenizer: Tokenizer, token_id: int | None) -> str:

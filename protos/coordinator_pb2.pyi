@@ -312,23 +312,35 @@ class StageStatus(_message.Message):
     kv_blocks_free: int
     def __init__(self, stage_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[StageState, str]] = ..., device: _Optional[_Union[_model_pb2.DeviceInfo, _Mapping]] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., layer_time_s: _Optional[float] = ..., busy_fraction: _Optional[float] = ..., detail: _Optional[str] = ..., kv_blocks_free: _Optional[int] = ...) -> None: ...
 
-class PlanWindow(_message.Message):
-    __slots__ = ("stage_id", "layer_start", "layer_end", "embedding", "head", "predicted_s", "carrier")
+class PlanMember(_message.Message):
+    __slots__ = ("stage_id", "shard_index", "shard_count")
     STAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    stage_id: str
+    shard_index: int
+    shard_count: int
+    def __init__(self, stage_id: _Optional[str] = ..., shard_index: _Optional[int] = ..., shard_count: _Optional[int] = ...) -> None: ...
+
+class PlanWindow(_message.Message):
+    __slots__ = ("members", "layer_start", "layer_end", "embedding", "head", "predicted_s", "round", "carrier")
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_END_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     CARRIER_FIELD_NUMBER: _ClassVar[int]
-    stage_id: str
+    members: _containers.RepeatedCompositeFieldContainer[PlanMember]
     layer_start: int
     layer_end: int
     embedding: bool
     head: bool
     predicted_s: float
+    round: int
     carrier: str
-    def __init__(self, stage_id: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., embedding: _Optional[bool] = ..., head: _Optional[bool] = ..., predicted_s: _Optional[float] = ..., carrier: _Optional[str] = ...) -> None: ...
+    def __init__(self, members: _Optional[_Iterable[_Union[PlanMember, _Mapping]]] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., embedding: _Optional[bool] = ..., head: _Optional[bool] = ..., predicted_s: _Optional[float] = ..., round: _Optional[int] = ..., carrier: _Optional[str] = ...) -> None: ...
 
 class PlanStatus(_message.Message):
     __slots__ = ("epoch", "windows", "num_kv_blocks", "kv_block_size")

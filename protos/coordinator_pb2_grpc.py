@@ -152,7 +152,8 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The GGUF files below the model directories.
+        """The GGUF files below the model directories; `problem` tells of those that cannot be read. No codes of
+        its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,7 +178,8 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """No codes of its own: a stage that does not answer is said to in its part.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -192,7 +194,8 @@ class CoordinatorServiceServicer:
 
     def RegisterStage(self, request, context):
         """Registers a stage, and renews its lease when repeated. A stage that does not renew in time is lost.
-        FAILED_PRECONDITION: another protocol version. INVALID_ARGUMENT: an address that cannot be dialled.
+        FAILED_PRECONDITION: another protocol version. INVALID_ARGUMENT: an address that cannot be dialled, or
+        an empty id. UNAVAILABLE: a living stage at another address has this id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,7 +203,7 @@ class CoordinatorServiceServicer:
 
     def DeregisterStage(self, request, context):
         """Ends a stage's lease (clean stop): running requests may finish within the drain time first, then the
-        answer comes. Unknown leases are no error.
+        answer comes. Unknown leases are no error. No codes of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -58,14 +58,11 @@ class ProfileRequest(_message.Message):
     def __init__(self, model_path: _Optional[str] = ..., fingerprint: _Optional[str] = ..., context_length: _Optional[int] = ..., model_file: _Optional[str] = ...) -> None: ...
 
 class ProfileResponse(_message.Message):
-    __slots__ = ("fingerprint", "num_layers", "hidden_size", "vocab_size", "context_length", "layer_decode_s", "layer_prefill_s_per_row", "embedding_s", "head_s", "layer_weight_bytes", "layer_kv_bytes_per_token", "embedding_bytes", "head_bytes", "memory_budget_bytes", "kv_block_size")
+    __slots__ = ("fingerprint", "num_layers", "context_length", "layer_decode_s", "embedding_s", "head_s", "layer_weight_bytes", "layer_kv_bytes_per_token", "embedding_bytes", "head_bytes", "memory_budget_bytes", "kv_block_size")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
-    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     LAYER_DECODE_S_FIELD_NUMBER: _ClassVar[int]
-    LAYER_PREFILL_S_PER_ROW_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_S_FIELD_NUMBER: _ClassVar[int]
     HEAD_S_FIELD_NUMBER: _ClassVar[int]
     LAYER_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -76,11 +73,8 @@ class ProfileResponse(_message.Message):
     KV_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     num_layers: int
-    hidden_size: int
-    vocab_size: int
     context_length: int
     layer_decode_s: float
-    layer_prefill_s_per_row: float
     embedding_s: float
     head_s: float
     layer_weight_bytes: _containers.RepeatedScalarFieldContainer[int]
@@ -89,10 +83,10 @@ class ProfileResponse(_message.Message):
     head_bytes: int
     memory_budget_bytes: int
     kv_block_size: int
-    def __init__(self, fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., layer_decode_s: _Optional[float] = ..., layer_prefill_s_per_row: _Optional[float] = ..., embedding_s: _Optional[float] = ..., head_s: _Optional[float] = ..., layer_weight_bytes: _Optional[_Iterable[int]] = ..., layer_kv_bytes_per_token: _Optional[_Iterable[int]] = ..., embedding_bytes: _Optional[int] = ..., head_bytes: _Optional[int] = ..., memory_budget_bytes: _Optional[int] = ..., kv_block_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., context_length: _Optional[int] = ..., layer_decode_s: _Optional[float] = ..., embedding_s: _Optional[float] = ..., head_s: _Optional[float] = ..., layer_weight_bytes: _Optional[_Iterable[int]] = ..., layer_kv_bytes_per_token: _Optional[_Iterable[int]] = ..., embedding_bytes: _Optional[int] = ..., head_bytes: _Optional[int] = ..., memory_budget_bytes: _Optional[int] = ..., kv_block_size: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("epoch", "model_path", "fingerprint", "layer_start", "layer_end", "embedding", "head", "num_kv_blocks", "kv_block_size", "context_length", "max_step_tokens", "max_sequences", "model_file")
+    __slots__ = ("epoch", "model_path", "fingerprint", "layer_start", "layer_end", "embedding", "head", "num_kv_blocks", "kv_block_size", "context_length", "max_step_tokens", "model_file", "window", "round", "shard_index", "shard_count")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -104,8 +98,11 @@ class LoadRequest(_message.Message):
     KV_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MODEL_FILE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     model_path: str
     fingerprint: str
@@ -117,9 +114,12 @@ class LoadRequest(_message.Message):
     kv_block_size: int
     context_length: int
     max_step_tokens: int
-    max_sequences: int
     model_file: str
-    def __init__(self, epoch: _Optional[int] = ..., model_path: _Optional[str] = ..., fingerprint: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., embedding: _Optional[bool] = ..., head: _Optional[bool] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., context_length: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., model_file: _Optional[str] = ...) -> None: ...
+    window: int
+    round: int
+    shard_index: int
+    shard_count: int
+    def __init__(self, epoch: _Optional[int] = ..., model_path: _Optional[str] = ..., fingerprint: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., embedding: _Optional[bool] = ..., head: _Optional[bool] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., context_length: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., model_file: _Optional[str] = ..., window: _Optional[int] = ..., round: _Optional[int] = ..., shard_index: _Optional[int] = ..., shard_count: _Optional[int] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ("bytes_done", "bytes_total", "loaded", "weight_bytes", "kv_bytes")
@@ -144,20 +144,18 @@ class UnloadResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachLinkRequest(_message.Message):
-    __slots__ = ("epoch", "next_stage_id", "next_address", "next_window", "next_instance_id", "next_boot_id")
+    __slots__ = ("epoch", "next_address", "next_window", "next_instance_id", "next_boot_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    NEXT_STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NEXT_WINDOW_FIELD_NUMBER: _ClassVar[int]
     NEXT_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     NEXT_BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    next_stage_id: str
     next_address: str
     next_window: int
     next_instance_id: str
     next_boot_id: str
-    def __init__(self, epoch: _Optional[int] = ..., next_stage_id: _Optional[str] = ..., next_address: _Optional[str] = ..., next_window: _Optional[int] = ..., next_instance_id: _Optional[str] = ..., next_boot_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., next_address: _Optional[str] = ..., next_window: _Optional[int] = ..., next_instance_id: _Optional[str] = ..., next_boot_id: _Optional[str] = ...) -> None: ...
 
 class AttachLinkResponse(_message.Message):
     __slots__ = ("carrier", "round_trip_s")

@@ -75,7 +75,8 @@ class StageServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What the stage is and holds. No codes of its own.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -98,7 +99,8 @@ class StageServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Unload(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Frees what is loaded; nothing loaded is no error. No codes of its own.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

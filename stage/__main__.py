@@ -31,21 +31,23 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: StageConfig) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
-    from stage.backends.choose import backend_factory  # imports torch: after the settings are known good
+    # These import torch: after the settings are known good.
+    from stage.backends.choose import backend_factory, resolve_device
     from stage.service import StageService
 
-    log.configure(config.log_level, stage_id=config.stage_id)
-    logger = log.get_logger()
     stop = threading.Event()
     failure: list[PipeLLMError] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
     instance_id = uuid.uuid4().hex
-    service = StageService(config, instance_id, backend_factory(config))
     server, health = rpc.make_server(_SERVICE, _WORKERS)
-    stage_pb2_grpc.add_StageServiceServicer_to_server(service, server)
     address = rpc.listen(server, config.listen)
+    config = config.named(str(resolve_device(config)), address)
+    log.configure(config.log_level, stage_id=config.stage_id)
+    logger = log.get_logger()
+    service = StageService(config, instance_id, backend_factory(config))
+    stage_pb2_grpc.add_StageServiceServicer_to_server(service, server)
     server.start()
     logger.info("listening", address=address, device=service.device.name, backend=service.device.backend)
 

@@ -40,7 +40,7 @@ class StageConfig:
     log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
 
     def checked(self) -> StageConfig:
-        """The same with "auto" resolved. Raises ConfigError naming the setting."""
+        """The same, if it can be used. Raises ConfigError naming the setting."""
         rpc.check_address(self.listen)
         rpc.check_address(self.coordinator)
         if self.advertise:
@@ -56,8 +56,14 @@ class StageConfig:
         for name in ("threads", "memory"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it cannot be negative")
-        stage_id = self.stage_id
-        if stage_id == "auto":
-            where = self.listen.rpartition("/")[2].removesuffix(".sock").replace(":", "-")
-            stage_id = f"{socket.gethostname()}-{where}"
-        return replace(self, stage_id=stage_id)
+        if not self.stage_id:
+            raise ConfigError("stage_id is empty; leave it out for a name made of host and device")
+        return self
+
+    def named(self, device: str, address: str) -> StageConfig:
+        """The same with a stage_id: host and GPU, or host and where a CPU stage listens."""
+        if self.stage_id != "auto":
+            return self
+        where = address.rpartition("/")[2].removesuffix(".sock").rpartition(":")[2]
+        unique = device.replace(":", "") if device.startswith("cuda") else f"{device}-{where}"
+        return replace(self, stage_id=f"{socket.gethostname()}-{unique}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.errors import PipeLLMError
+from common.errors import CorruptDataError, PipeLLMError
 from common.log import get_logger
 from common.wire import Frame, FrameKind
 from protos import model_pb2, stage_pb2
@@ -30,6 +30,9 @@ from stage.backends.base import make_batch
 from stage.links.base import Link
 from stage.runner import Runner
 from stage.sequences import SequenceTable
+
+# Hidden states that may wait for their step's description; a coordinator has far fewer steps under way.
+_MAX_FRAMES = 4096
 
 
 @dataclass
@@ -48,11 +51,13 @@ class Engine:
         runner: Runner,
         sequences: SequenceTable,
         epoch: int,
+        window: int,
         on_response: Callable[[stage_pb2.ExecuteResponse], None],
         on_failure: Callable[[PipeLLMError], None],
     ) -> None:
         self.sequences = sequences
         self.epoch = epoch
+        self._window = window
         self._runner = runner
         self._on_response = on_response
         self._on_failure = on_failure
@@ -136,17 +141,27 @@ class Engine:
     def _take_frame(self, frame: Frame) -> None:
         if frame.epoch != self.epoch:
             self._log.warning("foreign_frame_dropped", frame_epoch=frame.epoch)
-        elif frame.kind == FrameKind.HIDDEN_STATES:
-            # The frame's bytes are read-only; a backend may work in place.
-            hidden_states = torch.from_numpy(frame.payload.copy())
-            self._frames[frame.step_id, frame.repeat] = hidden_states
-        else:
+        elif frame.kind == FrameKind.TOKENS:
             self._take_tokens(frame)
+        elif len(self._frames) >= _MAX_FRAMES or frame.window != self._window or self._runner.has_embedding:
+            raise CorruptDataError(
+                f"link: hidden states for window {frame.window} (step {frame.step_id}) came to window "
+                f"{self._window}, where {len(self._frames)} frames wait"
+            )
+        else:
+            # The frame's bytes are read-only; a backend may work in place.
+            self._frames[frame.step_id, frame.repeat] = torch.from_numpy(frame.payload.copy())
 
     def _take_tokens(self, frame: Frame) -> None:
-        step = self._undrawn[frame.step_id].step
-        self._enter_drawn(step, frame.repeat, frame.payload[:, 0].tolist())
-        if frame.repeat == step.repeat - 1:
+        work = self._undrawn.get(frame.step_id)
+        expected = sum(len(item.sample_positions) for item in work.step.items) if work is not None else 0
+        if work is None or frame.repeat >= work.repeat or frame.payload.shape != (expected, 1):
+            raise CorruptDataError(
+                f"link: {frame.payload.shape[0]} tokens of step {frame.step_id}, repeat {frame.repeat}, came "
+                f"where {expected} were due"
+            )
+        self._enter_drawn(work.step, frame.repeat, frame.payload[:, 0].tolist())
+        if frame.repeat == work.step.repeat - 1:
             del self._undrawn[frame.step_id]
 
     def _enter_drawn(self, step: stage_pb2.Step, repeat: int, tokens: list[int]) -> None:

@@ -21,7 +21,7 @@ from stage.backends.base import Backend, make_batch
 from stage.model.spec import LayerSpec, ModelSpec, MoeFfnSpec, SpecPart, tensor_refs
 from stage.weights.loader import raw_tensors
 
-_PREFILL_ROWS = 64
+_CONTEXT = 64
 _KV_BLOCK_SIZE = 16
 _MIN_RUNS, _MAX_RUNS, _MAX_S = 5, 25, 0.5
 # Read between two runs, so that weights come from memory as they do when a whole model goes by.
@@ -31,7 +31,7 @@ _EVICT_BYTES = 128 << 20
 def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.ProfileResponse:
     """Times one middle layer on `backend` and counts bytes as the backend would store them."""
     layer = spec.layers[len(spec.layers) // 2]
-    decode_s, prefill_s = _time_layer(backend, file, spec, layer)
+    decode_s = _time_layer(backend, file, spec, layer)
     active_bytes = _stored_bytes(backend, file, layer) * _active_share(file, layer)
     head_bytes = _stored_bytes(backend, file, spec.head)
     embedding_bytes = _stored_bytes(backend, file, spec.embedding)
@@ -39,11 +39,8 @@ def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.Prof
     return stage_pb2.ProfileResponse(
         fingerprint=file.fingerprint,
         num_layers=len(spec.layers),
-        hidden_size=spec.hidden_size,
-        vocab_size=spec.vocab_size,
         context_length=spec.context_length,
         layer_decode_s=decode_s,
-        layer_prefill_s_per_row=prefill_s / _PREFILL_ROWS,
         embedding_s=embedding_bytes / spec.vocab_size * s_per_byte,
         head_s=head_bytes * s_per_byte,
         layer_weight_bytes=[_stored_bytes(backend, file, layer) for layer in spec.layers],
@@ -55,19 +52,18 @@ def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.Prof
 
 
 @torch.inference_mode()
-def _time_layer(backend: Backend, file: GGUFFile, spec: ModelSpec, layer: LayerSpec) -> tuple[float, float]:
-    """Seconds of a forward of one row and of `_PREFILL_ROWS` rows through a layer, medians."""
+def _time_layer(backend: Backend, file: GGUFFile, spec: ModelSpec, layer: LayerSpec) -> float:
+    """Seconds of a forward of one row, at position `_CONTEXT`, through a layer; the median."""
     prepared = backend.prepare_layer(layer, raw_tensors(file, tensor_refs(layer)))
-    num_blocks = -(-(_PREFILL_ROWS + 1) // _KV_BLOCK_SIZE)
+    num_blocks = _CONTEXT // _KV_BLOCK_SIZE + 1
     kv = backend.allocate_kv([layer], num_blocks, _KV_BLOCK_SIZE)
-    block_table = np.arange(num_blocks, dtype=np.int32)
-    hidden_states = torch.randn((_PREFILL_ROWS, spec.hidden_size), generator=torch.Generator().manual_seed(0))
+    batch = make_batch([(_CONTEXT, 1, np.arange(num_blocks, dtype=np.int32))], _KV_BLOCK_SIZE)
+    hidden_states = torch.randn((1, spec.hidden_size), generator=torch.Generator().manual_seed(0))
     hidden_states = hidden_states.to(backend.device)
     evictor = torch.ones(_EVICT_BYTES // 4, device=backend.device)
 
-    def seconds(start: int, num_rows: int) -> float:
-        batch = make_batch([(start, num_rows, block_table)], _KV_BLOCK_SIZE)
-        rows = hidden_states[:num_rows].clone()
+    def seconds() -> float:
+        rows = hidden_states.clone()
         evictor.sum().item()
         _synchronize(backend)
         started = time.perf_counter()
@@ -75,8 +71,7 @@ def _time_layer(backend: Backend, file: GGUFFile, spec: ModelSpec, layer: LayerS
         _synchronize(backend)
         return time.perf_counter() - started
 
-    prefill_s = _median(lambda: seconds(0, _PREFILL_ROWS))
-    return _median(lambda: seconds(_PREFILL_ROWS, 1)), prefill_s
+    return _median(seconds)
 
 
 def _median(run: Callable[[], float]) -> float:

@@ -8,18 +8,18 @@ from collections.abc import Callable
 import grpc
 
 from common import rpc
-from common.errors import NotReadyError, PipeLLMError
+from common.errors import InvalidRequestError, NotReadyError, PipeLLMError
 from common.log import get_logger
 from protos import coordinator_pb2, coordinator_pb2_grpc
 
 _CALL_TIMEOUT_S = 2.0
-_LEAVE_TIMEOUT_S = 15.0  # the coordinator lets running requests finish first
+_LEAVE_TIMEOUT_S = 60.0  # the coordinator lets running requests finish first
 _RETRY_S = 0.5
 
 
 class Registration:
     """A thread that registers and renews. `on_registered` is called at the first success; `on_refused` when
-    the coordinator will never take this stage (another protocol version)."""
+    the coordinator will never take this stage (another protocol version, an address it cannot dial)."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Registration:
                     answer = stub.RegisterStage(self._request, timeout=_CALL_TIMEOUT_S)
                 except grpc.RpcError as failure:
                     error = rpc.from_rpc_error(failure, peer)
-                    if isinstance(error, NotReadyError):
+                    if isinstance(error, NotReadyError | InvalidRequestError):
                         self._on_refused(error)
                         return
                     if registered or not ever:

@@ -115,13 +115,13 @@ class SequenceTable:
         single = item.num_tokens == 1 and list(item.sample_positions) == [item.start_position]
         if (repeat > 1 or item.from_ring) and not single:
             raise InvalidRequestError(f"{where}: only a single sampled row can repeat or come from the ring")
+        if item.HasField("truncate_to"):
+            del sequence.tokens[item.truncate_to :]
         if not item.from_ring:
             if len(item.token_ids) != item.num_tokens:
                 raise InvalidRequestError(f"{where}: {len(item.token_ids)} ids for {item.num_tokens} rows")
             if max(item.token_ids) >= self.vocab_size:
                 raise InvalidRequestError(f"{where}: token id {max(item.token_ids)} of {self.vocab_size}")
-            if item.HasField("truncate_to"):
-                del sequence.tokens[item.truncate_to :]
             sequence.set_tokens(item.start_position, item.token_ids)
         sequence.pending_steps += 1
 

@@ -26,6 +26,7 @@ from common.errors import (
     PipeLLMError,
     UnavailableError,
     UnknownModelError,
+    UnsupportedModelError,
 )
 from common.gguf.reader import GGUFFile
 from common.log import get_logger
@@ -62,7 +63,9 @@ class _Loaded:
         sequences = SequenceTable(
             request.num_kv_blocks, request.kv_block_size, request.max_step_tokens, spec.vocab_size
         )
-        self.engine = Engine(runner, sequences, request.epoch, self.responses.put, self.responses.put)
+        self.engine = Engine(
+            runner, sequences, request.epoch, request.window, self.responses.put, self.responses.put
+        )
 
     def next_responses(self) -> tuple[stage_pb2.ExecuteResponse | None, PipeLLMError | None]:
         """All responses that are there, in one message (waits for the first), and what ends the stream.
@@ -235,6 +238,8 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
     ) -> _Loaded:
         if request.epoch < 1 or request.kv_block_size < 1 or request.max_step_tokens < 1:
             raise InvalidRequestError("Load: epoch, kv_block_size and max_step_tokens must be positive")
+        if request.round or request.shard_count > 1:
+            raise UnsupportedModelError("Load: several rounds or shards of a window are not supported yet")
         backend = self._make_backend()
         try:
             with self._open(request) as file:
@@ -267,9 +272,13 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
 
         max_payload_bytes = loaded.request.max_step_tokens * loaded.hidden_size * 4
         link = connect(request, self._device.boot_id, self._config.carrier, max_payload_bytes, broken)
-        if loaded.link is not None:
-            loaded.link.close()
-        loaded.link = link
+        with self._lock:
+            attached = self._loaded is loaded and loaded.link is None
+            if attached:
+                loaded.link = link
+        if not attached:
+            link.close()
+            raise NotReadyError(f"stage {self._stage_id}: epoch {request.epoch} has ended, or has a link")
         loaded.engine.post_link(link)
         return stage_pb2.AttachLinkResponse(carrier=link.carrier, round_trip_s=link.round_trip_s)
 
@@ -289,9 +298,10 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         except StopIteration:
             raise InvalidRequestError("Execute: the stream ended before it named its epoch") from None
         loaded = self._epoch(first.epoch)
-        if loaded.executing:
-            raise NotReadyError(f"Execute: epoch {first.epoch} has a stream already")
-        loaded.executing = True
+        with self._lock:
+            if loaded.executing:
+                raise NotReadyError(f"Execute: epoch {first.epoch} has a stream already")
+            loaded.executing = True
 
         def take() -> None:
             loaded.engine.post_steps(list(first.steps))

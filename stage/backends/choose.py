@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -17,7 +18,7 @@ def backend_factory(config: StageConfig) -> Callable[[], Backend]:
 
     "auto" is the GPU where there is one, else the native CPU kernels where they were built, else the
     reference."""
-    device = _device(config)
+    device = resolve_device(config)
     name = config.backend if config.backend != "auto" else _best_backend(device)
     if (name == "cuda") != (device.type == "cuda"):
         raise ConfigError(f"backend {name!r} does not run on device {str(device)!r}")
@@ -28,10 +29,11 @@ def backend_factory(config: StageConfig) -> Callable[[], Backend]:
     return lambda: _reference(config)
 
 
-def _device(config: StageConfig) -> torch.device:
+def resolve_device(config: StageConfig) -> torch.device:
+    """The device `config` asks for. Raises ConfigError for one that is not there."""
     gpus = torch.cuda.device_count()
     if config.device == "auto":
-        wants_gpu = config.backend == "cuda" or (config.backend == "auto" and gpus > 0)
+        wants_gpu = config.backend == "cuda" or (config.backend == "auto" and gpus > 0 and _has_gpu_extra())
         return torch.device("cuda", 0) if wants_gpu else torch.device("cpu")
     try:
         device = torch.device(config.device)
@@ -42,6 +44,14 @@ def _device(config: StageConfig) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise ConfigError(f"device is {config.device!r}, but torch finds {gpus} NVIDIA GPU(s) here")
     return device
+
+
+def _has_gpu_extra() -> bool:
+    """Whether what the CUDA backend needs is installed; one warning where a GPU would lie idle without."""
+    if importlib.util.find_spec("cuda") is not None:  # the namespace of the cuda-* packages
+        return True
+    get_logger().warning("gpu_not_used", remedy="pip install 'pipellm[gpu]'")
+    return False
 
 
 def _best_backend(device: torch.device) -> str:

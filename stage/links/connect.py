@@ -19,7 +19,8 @@ def connect(
 ) -> Link:
     """The link that `request` asks for; `carrier` is "auto" or the only one to be tried.
 
-    Raises UnavailableError when none reaches the next stage."""
+    Raises UnavailableError when none reaches the next stage, CorruptDataError when what came back from it
+    was not what was sent."""
     if carrier == "shm" or (carrier == "auto" and request.next_boot_id == boot_id):
         try:
             return ShmLink(

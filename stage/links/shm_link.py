@@ -211,6 +211,8 @@ class ShmListener:
     def _serve_frames(self, connection: socket.socket, ring: mmap.mmap) -> None:
         expected = 0
         while note := connection.recv(_NOTE.size):
+            if len(note) != _NOTE.size:
+                raise CorruptDataError(f"link: a note of {len(note)} bytes, {_NOTE.size} are due")
             start, length = _NOTE.unpack(note)
             if start + length > len(ring):
                 raise CorruptDataError(f"link: a frame of {length} bytes at {start} in a ring of {len(ring)}")

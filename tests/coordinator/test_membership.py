@@ -1,7 +1,7 @@
 import pytest
 
 from common import rpc
-from common.errors import InvalidRequestError, NotReadyError
+from common.errors import InvalidRequestError, NotReadyError, UnavailableError
 from coordinator.membership import Membership
 from protos import coordinator_pb2
 
@@ -37,12 +37,20 @@ def test_a_stage_registers_and_renews(membership):
     assert membership.expired(5.1) == [member]
 
 
-def test_a_restarted_stage_takes_over_and_the_old_one_is_refused(membership):
+def test_a_restarted_stage_takes_over_from_its_old_process(membership):
     old, _, _ = membership.register(request(), now=0.0)
     new, is_new, previous = membership.register(request(instance_id="i1"), now=1.0)
     assert is_new and previous is old and new is not old
-    with pytest.raises(NotReadyError, match="each its own --stage-id"):
-        membership.register(request(), now=1.5)
+
+
+def test_a_second_stage_under_a_living_one_s_id_has_to_wait_for_its_lease(membership):
+    old, _, _ = membership.register(request(), now=0.0)
+    other = request(instance_id="i1", address="127.0.0.1:6")
+    with pytest.raises(UnavailableError, match="its own --stage-id"):
+        membership.register(other, now=1.0)
+    assert membership.members == [old]
+    _, is_new, previous = membership.register(other, now=3.5)
+    assert is_new and previous is old
 
 
 def test_a_removed_stage_is_remembered_until_it_comes_back(membership):

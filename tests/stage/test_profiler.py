@@ -24,13 +24,12 @@ def test_measures_a_layer_and_counts_bytes(tmp_path: Path, monkeypatch: pytest.M
             ReferenceBackend(), file, spec, 0, 5, embedding=True, head=True, num_kv_blocks=3, kv_block_size=8
         )
     assert costs.fingerprint == file.fingerprint
-    assert (costs.num_layers, costs.hidden_size, costs.vocab_size, costs.context_length) == (5, 64, 512, 512)
+    assert (costs.num_layers, costs.context_length) == (5, 512)
     assert costs.embedding_bytes + costs.head_bytes + sum(costs.layer_weight_bytes) == runner.weight_bytes
     assert sum(costs.layer_kv_bytes_per_token) * 3 * 8 == runner.kv.nbytes
     assert costs.memory_budget_bytes == 1 << 30 and costs.kv_block_size == 0
-    # A layer of this size takes microseconds to milliseconds, and many rows at once cost less each.
+    # A layer of this size takes microseconds to milliseconds.
     assert 1e-6 < costs.layer_decode_s < 1
-    assert 0 < costs.layer_prefill_s_per_row < costs.layer_decode_s
     per_layer_byte = costs.layer_decode_s / costs.layer_weight_bytes[2]
     assert costs.head_s == pytest.approx(costs.head_bytes * per_layer_byte)
     assert 0 < costs.embedding_s < costs.head_s
