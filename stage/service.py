@@ -1,8 +1,7 @@
 """StageService: a thin servicer between the wire and the engine.
 
-It holds at most one loaded epoch (`_Loaded`), and makes sure that whatever ends it (a newer Load, Unload, a
-failure, the daemon's end) releases its engine, link and memory. Arithmetic, sequences and order of work are
-the engine's.
+It holds at most one `LoadedEpoch`, and makes sure that whatever ends it (a newer Load, Unload, a failure, the
+daemon's end) releases its engine, link and memory. Arithmetic, sequences and order of work are the engine's.
 """
 
 from __future__ import annotations
@@ -36,58 +35,14 @@ from stage import profiler
 from stage.backends.base import Backend
 from stage.config import StageConfig
 from stage.device import device_info
-from stage.engine import Engine
+from stage.epoch import LoadedEpoch
 from stage.links import grpc_link
-from stage.links.base import Link
 from stage.links.connect import connect
 from stage.links.shm_link import ShmListener
 from stage.model.registry import build_spec
-from stage.model.spec import ModelSpec
 from stage.runner import Runner
-from stage.sequences import SequenceTable
 
 _POLL_S = 0.5  # how often a waiting stream looks whether its caller is still there
-
-
-class _Loaded:
-    """One epoch: the runner and its engine, the link out, and where results go."""
-
-    def __init__(self, request: stage_pb2.LoadRequest, runner: Runner, spec: ModelSpec) -> None:
-        self.request = request
-        self.hidden_size = spec.hidden_size
-        self.runner = runner
-        self.link: Link | None = None
-        self.executing = False
-        # Responses for the Execute stream; an exception ends it.
-        self.responses: queue.SimpleQueue[stage_pb2.ExecuteResponse | PipeLLMError] = queue.SimpleQueue()
-        sequences = SequenceTable(
-            request.num_kv_blocks, request.kv_block_size, request.max_step_tokens, spec.vocab_size
-        )
-        self.engine = Engine(
-            runner, sequences, request.epoch, request.window, self.responses.put, self.responses.put
-        )
-
-    def next_responses(self) -> tuple[stage_pb2.ExecuteResponse | None, PipeLLMError | None]:
-        """All responses that are there, in one message (waits for the first), and what ends the stream.
-
-        A coordinator that is behind gets fewer, larger messages."""
-        merged = None
-        while merged is None or not self.responses.empty():
-            response = self.responses.get()
-            if isinstance(response, PipeLLMError):
-                return merged, response
-            if merged is None:
-                merged = response
-            else:
-                merged.MergeFrom(response)
-        return merged, None
-
-    def close(self, error: PipeLLMError) -> None:
-        self.responses.put(error)
-        if self.link is not None:
-            self.link.close()
-        self.engine.close()
-        self.runner.close()
 
 
 class StageService(stage_pb2_grpc.StageServiceServicer):
@@ -107,7 +62,7 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         self._shm = ShmListener(instance_id, self._accept_frame)
         self._lock = threading.Lock()  # guards what is loaded and being loaded
         self._loading = False
-        self._loaded: _Loaded | None = None
+        self._loaded: LoadedEpoch | None = None
         self._log = get_logger()
 
     @property
@@ -126,7 +81,7 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         if loaded is not None:
             loaded.close(error)
 
-    def _epoch(self, epoch: int) -> _Loaded:
+    def _epoch(self, epoch: int) -> LoadedEpoch:
         loaded = self._loaded
         if loaded is None or loaded.request.epoch != epoch:
             held = f"epoch {loaded.request.epoch}" if loaded else "nothing"
@@ -187,7 +142,7 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
     def _load(
         self, request: stage_pb2.LoadRequest, context: grpc.ServicerContext
     ) -> Iterator[stage_pb2.LoadResponse]:
-        events: queue.SimpleQueue[tuple[int, int] | _Loaded | Exception] = queue.SimpleQueue()
+        events: queue.SimpleQueue[tuple[int, int] | LoadedEpoch | Exception] = queue.SimpleQueue()
         cancelled = threading.Event()
 
         def work() -> None:
@@ -208,14 +163,14 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
                     continue
                 if isinstance(event, Exception):
                     raise event
-                if isinstance(event, _Loaded):
+                if isinstance(event, LoadedEpoch):
                     break
                 yield stage_pb2.LoadResponse(bytes_done=event[0], bytes_total=event[1])
         except BaseException:  # GeneratorExit too: the caller went away
             cancelled.set()
             thread.join()
             while not events.empty():
-                if isinstance(late := events.get(), _Loaded):
+                if isinstance(late := events.get(), LoadedEpoch):
                     late.close(CancelledError("the coordinator left"))
             raise
         with self._lock:
@@ -235,7 +190,7 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         request: stage_pb2.LoadRequest,
         on_progress: Callable[[int, int], None],
         cancelled: Callable[[], bool],
-    ) -> _Loaded:
+    ) -> LoadedEpoch:
         if request.epoch < 1 or request.kv_block_size < 1 or request.max_step_tokens < 1:
             raise InvalidRequestError("Load: epoch, kv_block_size and max_step_tokens must be positive")
         if request.round or request.shard_count > 1:
@@ -256,7 +211,7 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         except BaseException:
             backend.close()
             raise
-        return _Loaded(request, runner, spec)
+        return LoadedEpoch(request, runner, spec)
 
     def Unload(self, request: Any, context: grpc.ServicerContext) -> stage_pb2.UnloadResponse:
         self._drop(UnavailableError(f"stage {self._stage_id} was unloaded"))
