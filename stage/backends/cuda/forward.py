@@ -29,8 +29,8 @@ from stage.model.spec import RopeKind
 
 SMALLEST_CONTEXT = 512
 _ATTENTION_PARTIAL_BYTES = 32 << 20
-_KEYS_A_SPLIT = 256  # at least: one group of 32 for each of a block's eight warps
-_MAX_SPLITS = 64
+_MAX_SPLITS = 64  # of a context, over blocks
+_SHORT_CONTEXT = 1024
 
 
 def context_bucket(length: int) -> int:
@@ -78,7 +78,7 @@ class Rows:
         )
 
     def prefill_tiles(self, tokens: int) -> torch.Tensor:
-        """int32 [n, 4]: tiles of `tokens` consecutive rows of one sequence."""
+        """int32 [n, 4]: tiles of `tokens` consecutive rows of one sequence, for all prefill chunks."""
         if tokens not in self._prefill_tiles:
             tiles = [
                 (first + at, min(tokens, rows - at), table, 0)
@@ -313,17 +313,18 @@ class Forward:
     def _decode_attention(self, args: AttentionArgs, rope: RopeArgs, rows: Rows) -> None:
         pieces, stride = args.num_kv_heads * -(-args.group // 8), rope.head_stride
         blocks = rows.num_decode * pieces
-        part_bytes = blocks * 8 * (stride + 2) * 4
-        wanted = -(-2 * self.kernels.num_multiprocessors // blocks)
-        fit = _ATTENTION_PARTIAL_BYTES // part_bytes
-        splits = max(1, min(wanted, rows.context // _KEYS_A_SPLIT, _MAX_SPLITS, fit))
+        # A block of 8 warps fills a multiprocessor, of 4 warps half of one; no more blocks than run at once.
+        lone = blocks < self.kernels.num_multiprocessors and rows.context <= _SHORT_CONTEXT
+        warps = 8 if lone else 4
+        room = self.kernels.num_multiprocessors * 8 // warps // blocks
+        fit = _ATTENTION_PARTIAL_BYTES // (blocks * 8 * (stride + 4) * 4)
+        splits = max(1, min(room, rows.context // (32 * warps), _MAX_SPLITS, fit))
         if blocks > self._arrived.numel() and splits > 1:
             raise PipeLLMError(f"{rows.num_decode} rows of decode attention at once are too many")
         args.tiles = rows.decode_tiles.data_ptr() if rows.decode_tiles is not None else None
         args.num_tiles = rows.num_decode
-        warps = 8 if blocks < self.kernels.num_multiprocessors else 4
         # The parts of all warps; at first the heads they turn (f32) and the queries (f16).
-        shared = max(warps * 8 * (stride + 2) * 4, (warps + 4) * stride * 4)
+        shared = max(warps * 8 * (stride + 4) * 4, (warps + 4) * stride * 4)
         grid = (pieces, rows.num_decode, splits)
         expression = f"attention_decode<{stride}, {warps}>"
         self.kernels.launch("attention.cu", expression, grid, 32 * warps, (args, rope), shared)

@@ -6,6 +6,7 @@ rows. More: the weights become f16 a piece at a time and the library multiplies,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -192,21 +193,22 @@ class LinearOps:
             self._matvec(types, epilogue, num_tokens == 1, grid, args)
             return
         n = 2 if num_tokens <= 16 else 4 if num_tokens <= 32 else 8
-        blocks = -(-args.row_tiles[0] // 8) + -(-args.row_tiles[1] // 8)
-        fit = _PARTIAL_BYTES // (blocks * n * 4096)
-        wanted = 2 * self._kernels.num_multiprocessors // blocks  # all at once: two blocks a multiprocessor
-        splits = max(1, min(wanted, args.column_tiles, fit, 16))
+        slots = 2 * self._kernels.num_multiprocessors  # blocks that run at once
+        warps, splits = matmul_shape(
+            list(args.row_tiles), args.column_tiles, slots, _PARTIAL_BYTES // (n * 512)
+        )
+        blocks = sum(-(-tiles // warps) for tiles in args.row_tiles)
         args.partial = self._partial.data_ptr()
         args.arrived = self._arrived.data_ptr()
         if splits > 1 and blocks > self._arrived.numel():
             raise PipeLLMError(f"a product of {blocks} blocks cannot be split: this is a fault of LinearOps")
-        expression = f"matmul<{types}, {n}, {epilogue.value}>"
-        self._kernels.launch("matmul.cu", expression, (blocks, splits, 1), 256, args, 2 * n * 8 * 576)
+        expression = f"matmul<{types}, {n}, {epilogue.value}, {warps}>"
+        self._kernels.launch("matmul.cu", expression, (blocks, splits, 1), 32 * warps, args, 2 * n * 8 * 576)
 
     def _matvec(
         self, types: str, epilogue: Epilogue, single: bool, grid: tuple[int, int, int], args: LinearArgs
     ) -> None:
-        warps = matvec_warps(grid[0], args.column_tiles)
+        warps = matvec_warps(grid[0])
         expression = f"matvec<{types}, {epilogue.value}, {str(single).lower()}, {warps}>"
         self._kernels.launch("matvec.cu", expression, grid, 32 * warps, args)
 
@@ -267,11 +269,27 @@ class LinearOps:
         self._kernels.launch("norm.cu", "gated", (x.shape[0], -(-size // 256), 1), 256, args)
 
 
-def matvec_warps(row_tiles: int, column_tiles: int) -> int:
-    """Warps that share a row tile: few where there are many tiles, more where a row is long (measured on an H200)."""
-    if row_tiles >= 1024:
-        return 4
-    return 16 if column_tiles >= 32 else 8
+def matvec_warps(row_tiles: int) -> int:
+    """Warps that share a row tile: few where there are many tiles (measured on an H200)."""
+    return 4 if row_tiles >= 1024 else 8
+
+
+def matmul_shape(row_tiles: list[int], column_tiles: int, slots: int, partial_tiles: int) -> tuple[int, int]:
+    """Warps a block (a row tile each) and splits of the columns: what leaves the busiest of `slots` the least to do.
+
+    `partial_tiles`: tiles of split sums that can be kept at once.
+    """
+    best = (math.inf, 8, 1)
+    for warps in (8, 7, 6, 5):
+        blocks = sum(-(-tiles // warps) for tiles in row_tiles)
+        for splits in range(1, min(column_tiles, 16) + 1):
+            if splits > 1 and blocks * splits * warps > partial_tiles:
+                break
+            # Each split costs about one column tile more: it starts, and its sums go through memory.
+            rounds = -(-blocks * splits // slots)
+            work = rounds * warps * (-(-column_tiles // splits) + (splits > 1))
+            best = min(best, (work, warps, splits), key=lambda shape: (shape[0], -shape[1]))
+    return best[1], best[2]
 
 
 def _pairs(segments: tuple[Segment, ...]) -> list[tuple[Segment, Segment | None]]:

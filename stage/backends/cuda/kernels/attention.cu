@@ -13,7 +13,7 @@ struct AttentionArgs {
     const int* block_tables;   // int [tables][table_stride]; entries past a sequence's blocks name any valid block
     const int4* tiles;         // (first row, tokens, table, -) a tile; null: tile i is row i, table i
     u16* out;                  // f16 [rows][out_stride]: heads side by side
-    float* partial;            // decode with splits: f32 [rows][pieces][splits][8][head_stride + 2]
+    float* partial;            // decode with splits: f32 [rows][pieces][splits][8][head_stride + 4]
     u32* arrived;              // [rows][pieces], zero before and after
     int num_tiles;
     int table_stride;
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(128) attention_prefill(const __grid_constant__
 // Grid: (kv heads x pieces of up to 8 heads of their group, rows, splits). Includes what rope.cu does for other rows:
 // the block that holds the row's own position appends its K and V. A short context is one block's work, whatever the
 // grid; in a longer one the block that arrives last merges.
-// Shared memory: WARPS x 8 heads x (HEAD + 2) floats, which begin as the warps' heads and q.
+// Shared memory: WARPS x 8 heads x (HEAD + 4) floats, which begin as the warps' heads and q.
 // WARPS: 8 where few blocks have the chip to themselves, 4 where there are many.
 template <int HEAD, int WARPS>
 __global__ void __launch_bounds__(WARPS * 32) attention_decode(const __grid_constant__ AttentionArgs args,
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(WARPS * 32) attention_decode(const __grid_cons
     extern __shared__ __align__(16) float shared[];
     __shared__ float weights[8][64];
     __shared__ bool last_to_arrive;
-    constexpr int STRIDE = HEAD + 2;
+    constexpr int STRIDE = HEAD + 4;  // the sums, the largest score and the total; by 16 bytes
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
     const int split = blockIdx.z;
     const int pieces = (args.group + 7) / 8, kv_head = blockIdx.x / pieces, piece = blockIdx.x % pieces;
@@ -287,14 +287,25 @@ __global__ void __launch_bounds__(WARPS * 32) attention_decode(const __grid_cons
             if (!final && lane == 0) to_partial[head * STRIDE + HEAD] = top, to_partial[head * STRIDE + HEAD + 1] = all;
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < heads * HEAD; i += WARPS * 32) {
+        for (int i = threadIdx.x * 4; i < heads * HEAD; i += WARPS * 32 * 4) {
             const int head = i / HEAD, dim = i % HEAD;
-            float sum = 0.f;
-            for (int p = 0; p < count; p++) sum += weights[head][p] * read(parts + (p * 8 + head) * STRIDE + dim);
-            if (!final)
-                to_partial[head * STRIDE + dim] = sum;
-            else if (dim < args.head_dim)
-                args.out[(u64)row * args.out_stride + (first_head + head) * args.head_dim + dim] = half_saturated(sum);
+            const float* at = parts + head * STRIDE + dim;
+            float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+            for (int p = 0; p < count; p++) {
+                const float4* from = (const float4*)(at + p * 8 * STRIDE);
+                const float4 part = global ? __ldcg(from) : *from;
+                const float weight = weights[head][p];
+                sum.x += weight * part.x, sum.y += weight * part.y;
+                sum.z += weight * part.z, sum.w += weight * part.w;
+            }
+            if (!final) {
+                *(float4*)(to_partial + head * STRIDE + dim) = sum;
+            } else if (dim < args.head_dim) {  // a multiple of 8
+                const u32 low = half2_saturated(sum.x, sum.y), high = half2_saturated(sum.z, sum.w);
+                u16* out = args.out + (u64)row * args.out_stride + (first_head + head) * args.head_dim + dim;
+                *(uint2*)out = make_uint2(low, high);
+            }
         }
     };
     const int warps = min(WARPS, end_group - begin_group);

@@ -50,6 +50,10 @@ DEVICE u32 both_high(u32 v) { return __byte_perm(v, v, 0x3232); }
 // An activation on its way to f16: beyond the format's range it saturates instead of becoming infinite.
 DEVICE u16 half_saturated(float x) { return half_from_float(fminf(fmaxf(x, -65504.f), 65504.f)); }
 
+DEVICE u32 half2_saturated(float low, float high) {
+    return (u32)half_saturated(low) | (u32)half_saturated(high) << 16;
+}
+
 // 2^n as an f16 pair, -14 <= n <= 15.
 DEVICE u32 half2_power(int n) { return (u32)(n + 15) * 0x04000400u; }
 

@@ -44,15 +44,23 @@ struct LinearArgs {
     u32* arrived;          // [blocks], zero before and after
 };
 
-// The factor a token's sums still need is formed in two parts, by a whole warp: the lanes' loads, and their sum.
-DEVICE float squares_share(const LinearArgs& args, int token, int lane) {
+// The factor a token's sums still need is formed in two parts: the sum of squares, shared by `threads` threads, ...
+DEVICE float squares_share(const LinearArgs& args, int token, int thread, int threads) {
+    const float* squares = args.squares + (u64)token * args.num_squares;
     float sum = 0.f;
-    for (int i = lane; i < args.num_squares; i += 32) sum += __ldcg(args.squares + (u64)token * args.num_squares + i);
+#pragma unroll 4
+    for (int i = thread; i < args.num_squares; i += threads) sum += __ldcg(squares + i);
     return sum;
 }
-DEVICE float norm_factor(const LinearArgs& args, float share) {
-    return args.norm_inverse * rsqrtf(warp_sum(share) / args.norm_size + args.norm_eps);
+// ... and what it means.
+DEVICE float norm_factor(const LinearArgs& args, float squares) {
+    return args.norm_inverse * rsqrtf(squares / args.norm_size + args.norm_eps);
 }
+
+template <class A, class B>
+constexpr bool SAME = false;
+template <class A>
+constexpr bool SAME<A, A> = true;
 
 // What the end of a product reads from memory, asked for early: of rows g and g + 8 of a tile, and of tokens
 // first_token + 2t, + 1.

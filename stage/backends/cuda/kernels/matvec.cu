@@ -10,15 +10,16 @@ DEVICE void accumulate(const u8* tiles, int column_tiles, int exponent, const u1
                        int warp, int lane, float (&c)[4], const Ready& ready) {
     float sums[2][4] = {};
     const int g = lane >> 2, t = lane & 3;
+    const u8* from = tiles + (u64)warp * Type::BYTES;
     Type next;
-    int tile = warp;
-    if (tile < column_tiles) next.load(tiles + (u64)tile * Type::BYTES, lane);
+    if (warp < column_tiles) next.load(from, lane);
     dependency_wait();
     ready();
-    const u16* mine = x + (u64)min(g, num_tokens - 1) * x_stride + 8 * t;
-    for (; tile < column_tiles; tile += WARPS) {
+    const u16* mine = x + (u64)min(g, num_tokens - 1) * x_stride + warp * 256 + 8 * t;
+    for (int tile = warp; tile < column_tiles; tile += WARPS) {
         Type packet = next;
-        if (tile + WARPS < column_tiles) next.load(tiles + (u64)(tile + WARPS) * Type::BYTES, lane);
+        from += WARPS * Type::BYTES;
+        if (tile + WARPS < column_tiles) next.load(from, lane);
         packet.prepare(exponent, lane);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -26,22 +27,23 @@ DEVICE void accumulate(const u8* tiles, int column_tiles, int exponent, const u1
             packet.fragments(i, lane, a);
 #pragma unroll
             for (int parity = 0; parity < 2; parity++) {
-                const uint4 b = load4(mine + tile * 256 + (2 * i + parity) * 32);
+                const uint4 b = load4(mine + (2 * i + parity) * 32);
                 mma(sums[0], a[parity][0], b.x, b.y);
                 mma(sums[1], a[parity][1], b.z, b.w);
             }
         }
+        mine += WARPS * 256;
     }
 #pragma unroll
     for (int k = 0; k < 4; k++) c[k] = sums[0][k] + sums[1][k];
 }
 
-// A packet against one row of x, b: this lane's columns of sub-block g. Adds to the sums of rows g and g + 8.
+// A packet against one row of x, b: this lane's columns of sub-block g. Column n of a product with sub-block j is of use
+// where n = j alone: there lanes 4g + j / 2 hold it. Adds to the sums of rows g and g + 8.
 template <class Type>
 DEVICE void multiply_single(Type& packet, const uint4& b, int exponent, int lane, float& lower_sum, float& upper_sum) {
     constexpr u32 ONES[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
-    const int g = lane >> 2;
-    float sums[2][4] = {}, all[4] = {};
+    float kept[4] = {}, all[4] = {};
     packet.prepare(exponent, lane);
     mma(all, ONES, b.x, b.y);
     mma(all, ONES, b.z, b.w);
@@ -49,18 +51,20 @@ DEVICE void multiply_single(Type& packet, const uint4& b, int exponent, int lane
     for (int i = 0; i < 4; i++) {
         Fragments a;
         packet.quants.integers(i, a);
-#pragma unroll
-        for (int parity = 0; parity < 2; parity++) {
-            const bool mine = g == 2 * i + parity;
-            mma(sums[0], a[parity][0], mine ? b.x : 0u, mine ? b.y : 0u);
-            mma(sums[1], a[parity][1], mine ? b.z : 0u, mine ? b.w : 0u);
-        }
+        float even[4] = {}, odd[4] = {};
+        mma(even, a[0][0], b.x, b.y);
+        mma(odd, a[1][0], b.x, b.y);
+        mma(even, a[0][1], b.z, b.w);
+        mma(odd, a[1][1], b.z, b.w);
+        const bool mine = (lane & 3) == i;
+        kept[0] = mine ? even[0] : kept[0], kept[1] = mine ? odd[1] : kept[1];
+        kept[2] = mine ? even[2] : kept[2], kept[3] = mine ? odd[3] : kept[3];
     }
 #pragma unroll
     for (int parity = 0; parity < 2; parity++) {
         const u32 lower = packet.scales.single(parity, 0), upper = packet.scales.single(parity, 1);
-        lower_sum += half2_low(lower) * (sums[0][parity] + sums[1][parity]) + half2_high(lower) * all[parity];
-        upper_sum += half2_low(upper) * (sums[0][2 + parity] + sums[1][2 + parity]) + half2_high(upper) * all[parity];
+        lower_sum += half2_low(lower) * kept[parity] + half2_high(lower) * all[parity];
+        upper_sum += half2_low(upper) * kept[2 + parity] + half2_high(upper) * all[parity];
     }
 }
 
@@ -68,28 +72,30 @@ DEVICE void multiply_single(Type& packet, const uint4& b, int exponent, int lane
 template <class Type, int WARPS, class Ready>
 DEVICE void accumulate_single(const u8* tiles, int column_tiles, int exponent, const u16* x, int warp, int lane,
                               float (&c)[4], const Ready& ready) {
-    const u16* mine = x + (lane >> 2) * 32 + (lane & 3) * 8;
+    const u16* mine = x + warp * 256 + (lane >> 2) * 32 + (lane & 3) * 8;
+    const u8* from = tiles + (u64)warp * Type::BYTES;
     float lower_sum = 0.f, upper_sum = 0.f;
     Type packets[2];
     uint4 b[2];
 #pragma unroll
     for (int k = 0; k < 2; k++)
-        if (warp + k * WARPS < column_tiles) packets[k].load(tiles + (u64)(warp + k * WARPS) * Type::BYTES, lane);
+        if (warp + k * WARPS < column_tiles) packets[k].load(from + k * WARPS * Type::BYTES, lane);
     dependency_wait();
 #pragma unroll
     for (int k = 0; k < 2; k++)
-        if (warp + k * WARPS < column_tiles) b[k] = load4(mine + (warp + k * WARPS) * 256);
+        if (warp + k * WARPS < column_tiles) b[k] = load4(mine + k * WARPS * 256);
     ready();
     for (int tile = warp; tile < column_tiles; tile += 2 * WARPS) {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-            const int here = tile + k * WARPS, ahead = here + 2 * WARPS;
-            if (here >= column_tiles) break;
+            if (tile + k * WARPS >= column_tiles) break;
             multiply_single(packets[k], b[k], exponent, lane, lower_sum, upper_sum);
-            if (ahead >= column_tiles) continue;
-            packets[k].load(tiles + (u64)ahead * Type::BYTES, lane);
-            b[k] = load4(mine + ahead * 256);
+            if (tile + (k + 2) * WARPS >= column_tiles) continue;
+            packets[k].load(from + (k + 2) * WARPS * Type::BYTES, lane);
+            b[k] = load4(mine + (k + 2) * WARPS * 256);
         }
+        from += 2 * WARPS * Type::BYTES;
+        mine += 2 * WARPS * 256;
     }
     for (int offset = 1; offset < 4; offset <<= 1) {
         lower_sum += __shfl_xor_sync(FULL_WARP, lower_sum, offset);
@@ -109,17 +115,12 @@ DEVICE void product(const LinearArgs& args, int which, const u8* tiles, int tile
                                 c, ready);
 }
 
-// Registers a thread may take: what lets enough warps of light packets run beside one another.
-template <class A, class B, int EPILOGUE, bool SINGLE>
-constexpr int REGISTERS = SINGLE && A::SINGLE && B::SINGLE ? (EPILOGUE == RESIDUAL ? 96 : 80) : 128;
-
 // Grid: (row tiles of both weights, 1), or (row tiles, tokens) with experts, each token by itself.
 // SINGLE: for one token (or experts). WARPS: at most 16.
 template <class A, class B, int EPILOGUE, bool SINGLE, int WARPS>
-__global__ void __launch_bounds__(WARPS * 32, 65536 / (WARPS * 32 * REGISTERS<A, B, EPILOGUE, SINGLE>))
-    matvec(const __grid_constant__ LinearArgs args) {
+__global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) matvec(const __grid_constant__ LinearArgs args) {
     __shared__ float4 shared[WARPS][32];
-    __shared__ float factors[8];
+    __shared__ float factors[WARPS > 8 ? WARPS : 8];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     allow_dependents();
     int tile = blockIdx.x, which = 0;
@@ -141,7 +142,8 @@ __global__ void __launch_bounds__(WARPS * 32, 65536 / (WARPS * 32 * REGISTERS<A,
         if (args.squares) {
 #pragma unroll
             for (int k = 0; k < TOKENS_A_WARP; k++)
-                if (warp + k * WARPS < num_tokens) shares[k] = squares_share(args, warp + k * WARPS, lane);
+                shares[k] = SINGLE ? squares_share(args, 0, threadIdx.x, WARPS * 32)
+                            : warp + k * WARPS < num_tokens ? squares_share(args, warp + k * WARPS, lane, 32) : 0.f;
         }
         if (warp == 0) {
             rows = row_values<EPILOGUE>(args, which, tile, lane);
@@ -149,21 +151,28 @@ __global__ void __launch_bounds__(WARPS * 32, 65536 / (WARPS * 32 * REGISTERS<A,
         }
     };
     float c[4];
-    if (which == 0)
-        product<A, WARPS, SINGLE>(args, 0, tiles, tile, x, num_tokens, warp, lane, c, ready);
+    if (SAME<A, B> || which == 0)
+        product<A, WARPS, SINGLE>(args, which, tiles, tile, x, num_tokens, warp, lane, c, ready);
     else
         product<B, WARPS, SINGLE>(args, 1, tiles, tile, x, num_tokens, warp, lane, c, ready);
     shared[warp][lane] = make_float4(c[0], c[1], c[2], c[3]);
     if (args.squares) {
 #pragma unroll
         for (int k = 0; k < TOKENS_A_WARP; k++) {
-            if (warp + k * WARPS >= num_tokens) continue;
-            const float factor = norm_factor(args, shares[k]);
-            if (lane == 0) factors[warp + k * WARPS] = factor;
+            const float sum = warp_sum(shares[k]);
+            if (lane == 0 && (SINGLE || warp + k * WARPS < 8)) factors[warp + k * WARPS] = SINGLE ? sum : norm_factor(args, sum);
         }
     }
     __syncthreads();
     if (warp) return;
+    if (SINGLE && args.squares) {
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) sum += factors[w];
+        __syncwarp();
+        if (lane == 0) factors[0] = norm_factor(args, sum);
+        __syncwarp();
+    }
 #pragma unroll
     for (int w = 1; w < WARPS; w++) {
         const float4 other = shared[w][lane];

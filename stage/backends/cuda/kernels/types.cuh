@@ -50,15 +50,16 @@ struct Quants {
     uint4 nibbles[NIBBLES ? 4 : 1], pairs[PAIRS ? 2 : 1], singles;
 
     DEVICE void load(const u8* tile, int lane) {
+        const u8* from = tile + lane * 16;  // one address; the rest are constants in the loads
         if (NIBBLES) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) nibbles[i] = load_stream(tile + i * 512 + lane * 16);
+            for (int i = 0; i < 4; i++) nibbles[i] = load_stream(from + i * 512);
         }
         if (PAIRS) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) pairs[i] = load_stream(tile + NIBBLE_BYTES + i * 512 + lane * 16);
+            for (int i = 0; i < 2; i++) pairs[i] = load_stream(from + (NIBBLE_BYTES + i * 512));
         }
-        if (SINGLES) singles = load_stream(tile + NIBBLE_BYTES + PAIR_BYTES + lane * 16);
+        if (SINGLES) singles = load_stream(from + (NIBBLE_BYTES + PAIR_BYTES));
     }
     // Columns 4 step + 2 p, + 1 of row g + 8 upper: `even` of sub-block 2i and `odd` (16 times larger) of 2i + 1.
     DEVICE void extract(int i, int upper, int step, int p, u32& even, u32& odd) const {
@@ -123,8 +124,9 @@ struct BlockScales {
     static constexpr bool SINGLE = false;
     uint4 d[2];
     DEVICE void load(const u8* p, int lane) {
-        d[0] = load_stream(p + (lane >> 2) * 16);
-        d[1] = load_stream(p + 128 + (lane >> 2) * 16);
+        const u8* from = p + (lane >> 2) * 16;
+        d[0] = load_stream(from);
+        d[1] = load_stream(from + 128);
     }
     DEVICE void prepare(int exponent, int) {
         const u32 first = half2_power(exponent / 2);
@@ -151,11 +153,11 @@ struct BlockScalesOffsets {
     static constexpr bool SINGLE = false;
     uint4 dm[2][2];
     DEVICE void load(const u8* p, int lane) {
+        const u8* from = p + (lane >> 2) * 16;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
 #pragma unroll
-            for (int upper = 0; upper < 2; upper++)
-                dm[half][upper] = load_stream(p + half * 256 + upper * 128 + (lane >> 2) * 16);
+            for (int upper = 0; upper < 2; upper++) dm[half][upper] = load_stream(from + (half * 256 + upper * 128));
         }
     }
     u32 even_first, even_second, odd_second;
@@ -352,7 +354,7 @@ struct Bytes {
     uint4 q[8];
     DEVICE void load(const u8* tile, int lane) {
 #pragma unroll
-        for (int j = 0; j < 8; j++) q[j] = load_stream(tile + j * 512 + lane * 16);
+        for (int j = 0; j < 8; j++) q[j] = load_stream(tile + lane * 16 + j * 512);
     }
     template <class Scales>
     DEVICE void fragments(int i, int lane, const Scales& scales, Fragments& a) const {
@@ -380,7 +382,7 @@ struct Indices {
     uint4 q[4];
     DEVICE void load(const u8* tile, int lane) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) q[i] = load_stream(tile + i * 512 + lane * 16);
+        for (int i = 0; i < 4; i++) q[i] = load_stream(tile + lane * 16 + i * 512);
     }
     DEVICE static u32 look_up(u32 four) {
         const u32 low = __byte_perm(T0, T1, four & 0x7777u), high = __byte_perm(T2, T3, four & 0x7777u);
@@ -417,7 +419,7 @@ struct F16 {
         for (int parity = 0; parity < 2; parity++) {
 #pragma unroll
             for (int upper = 0; upper < 2; upper++) {
-                const uint4 v = load_stream(from + (2 * i + parity) * 1024 + upper * 512);
+                const uint4 v = load_stream(from + ((2 * i + parity) * 1024 + upper * 512));
                 a[parity][0][upper] = v.x;
                 a[parity][0][2 + upper] = v.y;
                 a[parity][1][upper] = v.z;

@@ -76,7 +76,17 @@ def test_decode_and_prefill(
     stride, shift = head_stride(head_dim), block_size.bit_length() - 1
     rng = np.random.default_rng(0)
     num_blocks = 8192 // block_size
-    sequences = [(0, 37), (700, 1), (5, 1), (100, 65), (0, 1), (1500, 9), (4000, 1)]  # start position, rows
+    sequences = [
+        (0, 37),
+        (700, 1),
+        (5, 1),
+        (100, 65),
+        (0, 1),
+        (1500, 9),
+        (4000, 1),
+        (0, 130),
+        (300, 200),
+    ]  # start position, rows
     order = rng.permutation(num_blocks).astype(np.int32)
     tables, at = [], 0
     for start, count in sequences:

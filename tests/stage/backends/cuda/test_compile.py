@@ -41,7 +41,8 @@ def kernels(everything: bool) -> list[KernelName]:
         KernelName("sample.cu", "greedy"),
     ]
     for head in HEADS if everything else (128, 256):
-        names += [KernelName("attention.cu", f"attention_{kind}<{head}>") for kind in ("prefill", "decode")]
+        names.append(KernelName("attention.cu", f"attention_prefill<{head}>"))
+        names += [KernelName("attention.cu", f"attention_decode<{head}, {warps}>") for warps in (4, 8)]
     for i, name in enumerate(TYPES):
         names += [KernelName("dequantize.cu", f"{kernel}<{name}>") for kernel in ("dequantize", "embed")]
         for j, epilogue in enumerate(EPILOGUES):
@@ -50,7 +51,7 @@ def kernels(everything: bool) -> list[KernelName]:
             for single in ("true", "false"):
                 names += [KernelName("matvec.cu", f"matvec<{name}, {name}, {epilogue}, {single}, 8>")]
             for n in (2, 4, 8) if everything else (8,) if name in ("Q4_K", "Q6_K", "F16") else ():
-                names += [KernelName("matmul.cu", f"matmul<{name}, {name}, {n}, {epilogue}>")]
+                names += [KernelName("matmul.cu", f"matmul<{name}, {name}, {n}, {epilogue}, 8>")]
     return names
 
 

@@ -25,8 +25,8 @@ def ops():  # type: ignore[no-untyped-def]
 def operand(rows: int, features: int) -> torch.Tensor:
     from stage.backends.cuda.linear import padded
 
-    x = torch.zeros((rows, padded(features)), dtype=torch.float16, device="cuda")
-    x[:, :features] = torch.randn((rows, features), device="cuda")
+    x = torch.zeros((max(rows, 64), padded(features)), dtype=torch.float16, device="cuda")
+    x[:rows, :features] = torch.randn((rows, features), device="cuda")
     return x
 
 
@@ -54,7 +54,7 @@ def test_every_type_in_every_family(ops, ggml_type: GGMLType) -> None:  # type: 
         x = operand(tokens, columns)
         out = torch.full((tokens, rows), torch.nan, device="cuda")
         ops.run(linear, Operand(x), tokens, out, Epilogue.STORE)
-        assert relative(out, x[:, :columns].double() @ weight.T) < 1e-3, tokens
+        assert relative(out, x[:tokens, :columns].double() @ weight.T) < 1e-3, tokens
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 17, 64, 100])
@@ -71,7 +71,7 @@ def test_two_types_side_by_side_with_bias_and_residual(ops, tokens: int) -> None
     x = operand(tokens, columns)
     before = torch.randn((tokens, 1544), device="cuda")
     weight, bias = torch.cat((first_weight, second_weight)), torch.cat(biases)
-    want = before.double() + x.double() @ weight.T + bias
+    want = before.double() + x[:tokens].double() @ weight.T + bias
     out = before.clone()
     ops.run(linear, Operand(x), tokens, out, Epilogue.RESIDUAL)
     assert relative(out, want) < 1e-3
@@ -95,7 +95,7 @@ def test_gate_and_up_together(ops, tokens: int, activation: Activation) -> None:
     out = torch.zeros((tokens, 1280), dtype=torch.float16, device="cuda")
     linear = Linear((Segment(matrix, 0, None),), columns, 2 * size, gated=activation)
     ops.run(linear, Operand(x), tokens, out, Epilogue.GATED)
-    g, u = (x.double() @ dequantize(one).cuda().double().T for one in (gate, up))
+    g, u = (x[:tokens].double() @ dequantize(one).cuda().double().T for one in (gate, up))
     gelu = torch.nn.functional.gelu(g, approximate="tanh")
     want = (torch.nn.functional.silu(g) if activation == Activation.SILU else gelu) * u
     assert relative(out[:, :size], want) < 1.5e-3
@@ -115,7 +115,7 @@ def test_a_norm_folded_into_the_products_around_it(ops, tokens: int) -> None:  #
     norm = Norm(weight, weight / 8, 8.0, 1e-5)
     rows = torch.randn((tokens, size), device="cuda") * 30
     x = operand(tokens, inner)
-    want_rows = rows.double() + x.double() @ down_weight.T
+    want_rows = rows.double() + x[:tokens].double() @ down_weight.T
     left = Operand(operand(tokens, size), torch.full((tokens, 37), torch.nan, device="cuda"), norm)
     ops.run(Linear((down,), inner, size), Operand(x), tokens, rows, Epilogue.RESIDUAL, left)
     assert relative(rows, want_rows) < 1e-3
@@ -125,7 +125,7 @@ def test_a_norm_folded_into_the_products_around_it(ops, tokens: int) -> None:  #
         squares=made.squares.data_ptr(), size=size, out_stride=made.x.stride(0),
     )  # fmt: skip
     ops._kernels.launch("norm.cu", "rms_operand", (tokens, 2, 1), 256, args)
-    assert torch.equal(left.x[:, :size], made.x[:, :size])
+    assert torch.equal(left.x[:tokens, :size], made.x[:tokens, :size])
     assert torch.equal(left.squares, made.squares)
     out = torch.full((tokens, 96), torch.nan, device="cuda")
     ops.run(Linear((up,), size, 96), left, tokens, out, Epilogue.STORE)
