@@ -47,7 +47,7 @@ protos: $(STAMP)
 # The tests that need the model are skipped where it cannot be fetched.
 test: $(STAMP)
 	@$(PY) -m client.public_models smollm2 >/dev/null || echo 'the tests of the real model will be skipped' >&2
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n 2 --dist loadfile
 
 check: $(STAMP)
 	$(PY) -m ruff check .
