@@ -157,6 +157,10 @@ def test_unload_and_load_again(mesh: Mesh) -> None:
     assert output(mesh, "unload") == ""
     assert run(mesh, "generate", "x").returncode == 1
     assert run(mesh, "unload").returncode == 1
+    asked = run(mesh, "chat", stdin=b"who")
+    assert asked.returncode == 1 and b"no model loaded" in asked.stderr and b"there are: tiny" in asked.stderr
+    assert output(mesh, "chat", "tiny", "--max-tokens", "4", "--ignore-eos", stdin=b"who").strip()  # loads it
+    assert output(mesh, "unload") == ""
     loaded = output(mesh, "load", "tiny", "--context-length", "256")
     assert "tiny is loaded, context 256 tokens" in loaded and "s0" in loaded and "s1" in loaded
     assert output(mesh, "unload") == ""
