@@ -6,7 +6,6 @@ rows. More: the weights become f16 a piece at a time and the library multiplies,
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -193,17 +192,16 @@ class LinearOps:
             self._matvec(types, epilogue, num_tokens == 1, grid, args)
             return
         n = 2 if num_tokens <= 16 else 4 if num_tokens <= 32 else 8
-        slots = 2 * self._kernels.num_multiprocessors  # blocks that run at once
-        warps, splits = matmul_shape(
-            list(args.row_tiles), args.column_tiles, slots, _PARTIAL_BYTES // (n * 512)
-        )
-        blocks = sum(-(-tiles // warps) for tiles in args.row_tiles)
+        blocks = sum(-(-tiles // 8) for tiles in args.row_tiles)
+        at_once = 2 * self._kernels.num_multiprocessors // blocks
+        fit = _PARTIAL_BYTES // (blocks * n * 4096)
+        splits = max(1, min(at_once, args.column_tiles, fit, 16))
         args.partial = self._partial.data_ptr()
         args.arrived = self._arrived.data_ptr()
         if splits > 1 and blocks > self._arrived.numel():
             raise PipeLLMError(f"a product of {blocks} blocks cannot be split: this is a fault of LinearOps")
-        expression = f"matmul<{types}, {n}, {epilogue.value}, {warps}>"
-        self._kernels.launch("matmul.cu", expression, (blocks, splits, 1), 32 * warps, args, 2 * n * 8 * 576)
+        expression = f"matmul<{types}, {n}, {epilogue.value}>"
+        self._kernels.launch("matmul.cu", expression, (blocks, splits, 1), 256, args, 2 * n * 8 * 576)
 
     def _matvec(
         self, types: str, epilogue: Epilogue, single: bool, grid: tuple[int, int, int], args: LinearArgs
@@ -272,24 +270,6 @@ class LinearOps:
 def matvec_warps(row_tiles: int) -> int:
     """Warps that share a row tile: few where there are many tiles (measured on an H200)."""
     return 4 if row_tiles >= 1024 else 8
-
-
-def matmul_shape(row_tiles: list[int], column_tiles: int, slots: int, partial_tiles: int) -> tuple[int, int]:
-    """Warps a block (a row tile each) and splits of the columns: what leaves the busiest of `slots` the least to do.
-
-    `partial_tiles`: tiles of split sums that can be kept at once.
-    """
-    best = (math.inf, 8, 1)
-    for warps in (8, 7, 6, 5):
-        blocks = sum(-(-tiles // warps) for tiles in row_tiles)
-        for splits in range(1, min(column_tiles, 16) + 1):
-            if splits > 1 and blocks * splits * warps > partial_tiles:
-                break
-            # Each split costs about one column tile more: it starts, and its sums go through memory.
-            rounds = -(-blocks * splits // slots)
-            work = rounds * warps * (-(-column_tiles // splits) + (splits > 1))
-            best = min(best, (work, warps, splits), key=lambda shape: (shape[0], -shape[1]))
-    return best[1], best[2]
 
 
 def _pairs(segments: tuple[Segment, ...]) -> list[tuple[Segment, Segment | None]]:

@@ -1,10 +1,10 @@
-// y = W x for 9 to 64 rows of x: a block takes a row tile a warp (5 to 8) and a share of the columns; its warps read the
+// y = W x for 9 to 64 rows of x: a block takes 8 row tiles (one a warp) and a share of the columns; its warps read the
 // rows of x from shared memory, where they arrive one column tile ahead.
 //
 // Shares of the columns are added up by the block that arrives last, always in the same order.
 #include "linear.cuh"
 
-constexpr int ROW_BYTES = 512 + 64;  // 64: a warp's 8 rows fall on different banks
+constexpr int WARPS = 8, ROW_BYTES = 512 + 64;  // 64: a warp's 8 rows fall on different banks
 
 DEVICE void copy_async(void* shared, const void* global) {
     const u32 to = (u32)__cvta_generic_to_shared(shared);
@@ -16,7 +16,7 @@ DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-template <int N, int WARPS>
+template <int N>
 DEVICE void stage(u8* shared, const LinearArgs& args, int column_tile) {
     for (int i = threadIdx.x; i < N * 8 * 32; i += WARPS * 32) {
         const int token = i / 32, part = i % 32;
@@ -26,7 +26,7 @@ DEVICE void stage(u8* shared, const LinearArgs& args, int column_tile) {
     copy_commit();
 }
 
-template <class Type, int N, int WARPS>
+template <class Type, int N>
 DEVICE void accumulate(u8* shared, const LinearArgs& args, int which, int tile, int first, int last, int lane,
                        float (&c)[N][4]) {
     const u8* tiles = args.tiles[which] + (u64)tile * args.column_tiles * Type::BYTES;
@@ -34,14 +34,14 @@ DEVICE void accumulate(u8* shared, const LinearArgs& args, int which, int tile, 
     Type next;
     if (real) next.load(tiles + (u64)first * Type::BYTES, lane);
     dependency_wait();
-    stage<N, WARPS>(shared, args, first);
+    stage<N>(shared, args, first);
     for (int column_tile = first; column_tile < last; column_tile++) {
         u8* here = shared + ((column_tile - first) & 1) * N * 8 * ROW_BYTES;
         u8* ahead = shared + ((column_tile - first + 1) & 1) * N * 8 * ROW_BYTES;
         Type packet = next;
         if (column_tile + 1 < last) {
             if (real) next.load(tiles + (u64)(column_tile + 1) * Type::BYTES, lane);
-            stage<N, WARPS>(ahead, args, column_tile + 1);
+            stage<N>(ahead, args, column_tile + 1);
             copy_wait<1>();
         } else {
             copy_wait<0>();
@@ -72,8 +72,8 @@ DEVICE void accumulate(u8* shared, const LinearArgs& args, int which, int tile, 
     }
 }
 
-// Grid: (ceil(row tiles / WARPS) of the first weight, then of the second; splits). N: tokens / 8, rounded up.
-template <class A, class B, int N, int EPILOGUE, int WARPS>
+// Grid: (ceil(row tiles / 8) of the first weight, then of the second; splits). N: tokens / 8, rounded up.
+template <class A, class B, int N, int EPILOGUE>
 __global__ void __launch_bounds__(WARPS * 32, 2) matmul(const __grid_constant__ LinearArgs args) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ bool last_to_arrive;
@@ -86,10 +86,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2) matmul(const __grid_constant__ 
     const int splits = gridDim.y, split = blockIdx.y;
     const int first = args.column_tiles * split / splits, last = args.column_tiles * (split + 1) / splits;
     float c[N][4] = {};
-    if (SAME<A, B> || which == 0)
-        accumulate<A, N, WARPS>(shared, args, which, tile, first, last, lane, c);
+    if (which == 0)
+        accumulate<A, N>(shared, args, 0, tile, first, last, lane, c);
     else
-        accumulate<B, N, WARPS>(shared, args, 1, tile, first, last, lane, c);
+        accumulate<B, N>(shared, args, 1, tile, first, last, lane, c);
     if (splits > 1) {
         float4* mine = (float4*)args.partial + ((u64)blockIdx.x * splits * WARPS + warp) * N * 32 + lane;
         const int step = WARPS * N * 32;

@@ -51,7 +51,7 @@ def kernels(everything: bool) -> list[KernelName]:
             for single in ("true", "false"):
                 names += [KernelName("matvec.cu", f"matvec<{name}, {name}, {epilogue}, {single}, 8>")]
             for n in (2, 4, 8) if everything else (8,) if name in ("Q4_K", "Q6_K", "F16") else ():
-                names += [KernelName("matmul.cu", f"matmul<{name}, {name}, {n}, {epilogue}, 8>")]
+                names += [KernelName("matmul.cu", f"matmul<{name}, {name}, {n}, {epilogue}>")]
     return names
 
 
