@@ -94,14 +94,15 @@ def write_tiny_llama(
     context: int = 512,
     seed: int = 0,
     quantization: GGMLQuantizationType = F32,
+    tokenizer: bool = True,
     chat_template: str | None = CHAT_TEMPLATE,
     max_tensors_per_file: int = 0,
     extra_metadata: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a random llama with a working tokenizer; return its path (the first part's, when split).
 
-    Matrices are stored as `quantization`, norms as F32. `extra_metadata` adds keys or replaces them. The
-    same arguments give the same bytes.
+    Without `tokenizer` it has none, and no chat template. Matrices are stored as `quantization`, norms as
+    F32. `extra_metadata` adds keys or replaces them. The same arguments give the same bytes.
     """
     metadata: dict[str, Any] = {
         "general.architecture": "llama",
@@ -119,9 +120,9 @@ def write_tiny_llama(
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.rope.dimension_count": width // heads,
         "llama.rope.freq_base": 10000.0,
-        **tiny_tokenizer(vocab),
+        **(tiny_tokenizer(vocab) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}),
     }
-    if chat_template is not None:
+    if tokenizer and chat_template is not None:
         metadata["tokenizer.chat_template"] = chat_template
     metadata.update(extra_metadata or {})
     tensors = _llama_tensors(layers, width, ff, width // heads * kv_heads, vocab, np.random.default_rng(seed))
