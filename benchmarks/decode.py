@@ -59,6 +59,8 @@ def run(client: Client, arguments: argparse.Namespace) -> dict[str, object]:
         test = f"pp{arguments.prompt}"
         before = statistics.median([measure(depth, 1).first_s for _ in repetitions]) if depth else 0.0
         times = [measure(depth + arguments.prompt, 1).first_s - before for _ in repetitions]
+        if min(times) <= 0:
+            raise NotReadyError(f"{test} at depth {depth}: the noise is larger than the time of the prompt")
         results[test] = _report(test, depth, [arguments.prompt / seconds for seconds in times])
     if arguments.generate:
         test = f"tg{arguments.generate}"
