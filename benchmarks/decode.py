@@ -47,7 +47,7 @@ def run(client: Client, arguments: argparse.Namespace) -> dict[str, object]:
     status = client.status()
     if status.model is None or status.plan is None:
         raise NotReadyError(f"the coordinator at {client.address} has no model loaded")
-    draw = random.Random(arguments.seed)
+    draw = random.Random()  # another prompt at every run: a mesh that goes on running remembers the last
     vocab_size, depth, repetitions = status.model.vocab_size, arguments.depth, range(arguments.repetitions)
 
     def measure(prompt_tokens: int, count: int) -> Timing:
@@ -151,7 +151,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", "--generate", type=int, default=128, help="tokens; 0: no decode test")
     parser.add_argument("-d", "--depth", type=int, default=0, help="tokens in the context before")
     parser.add_argument("-r", "--repetitions", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1, help="of the random prompts")
     return parser
 
 
