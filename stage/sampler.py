@@ -88,7 +88,8 @@ def _sample_row(logits: torch.Tensor, options: SamplingOptions, history: Sequenc
         token_id = int(torch.argmax(logits))
     else:
         candidates, values = _candidates(logits, options)
-        probabilities = _softmax(values / options.temperature)
+        # From the best downwards, so that a tiny temperature cannot make infinities of large logits.
+        probabilities = _softmax((values - values[0]) / options.temperature)
         edge = uniform(options.seed, len(history)) * probabilities.sum()
         chosen = np.searchsorted(np.cumsum(probabilities), edge, side="right")
         token_id = int(candidates[min(int(chosen), len(candidates) - 1)])
