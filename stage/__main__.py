@@ -1,4 +1,4 @@
-"""The stage daemon: `python -m stage`, or `pipellm-stage`."""
+"""The stage daemon: `python -m stage`, or `pipellm-stage`; `pipellm-stage verify` checks a backend."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ _GRACE_S = 2.0
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["verify"]:
+        from stage import verify
+
+        return verify.main(argv[1:])
     try:
         config = settings.load(StageConfig, "PipeLLM stage daemon", argv).checked()
         return run(config)

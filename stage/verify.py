@@ -1,0 +1,177 @@
+"""`pipellm-stage verify MODEL --text FILE`: how near a backend comes to the file's float32 meaning.
+
+Windows of a text go through the backend and through the reference; compared are the next-token
+distributions at every position (KL divergence of the backend's from the reference's, and whether the most
+likely token is the same) and the hidden states after each layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.errors import InvalidRequestError, PipeLLMError
+from common.gguf.reader import GGUFFile
+from common.gguf.tokenizer import Tokenizer
+from stage.backends.base import Backend, make_batch
+from stage.backends.choose import backend_factory
+from stage.backends.reference import ReferenceBackend
+from stage.config import ACCURACIES, BACKENDS, KV_DTYPES, StageConfig
+from stage.model.registry import build_spec
+from stage.model.spec import ModelSpec
+from stage.runner import Runner
+
+_BLOCK_SIZE = 16
+_HEAD_ROWS = 64  # rows whose logits are held at once: a vocabulary of 150,000 takes 600 kB each
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Over all positions of all windows; KL divergences in nats."""
+
+    backend: str
+    positions: int
+    mean_kl: float
+    max_kl: float
+    same_top_token: float  # share of positions
+    layer_errors: tuple[float, ...]  # relative RMS difference of the hidden states after each layer
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the agreement, as a table or with --json as one line; returns the exit code."""
+    parser = argparse.ArgumentParser("pipellm-stage verify", description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="prose to compare on")
+    parser.add_argument("--windows", type=int, default=4, help="(default: 4)")
+    parser.add_argument("--window-tokens", type=int, default=512, help="(default: 512)")
+    parser.add_argument("--step-tokens", type=int, default=0, help="rows a forward; 1: as in decode; 0: all")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--accuracy", choices=ACCURACIES, default="fast")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="f16")
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args(argv)
+    try:
+        config = StageConfig(
+            backend=flags.backend, device=flags.device, threads=flags.threads, accuracy=flags.accuracy,
+            kv_dtype=flags.kv_dtype,
+        ).checked()  # fmt: skip
+        with GGUFFile.open(flags.model) as file:
+            windows = _windows(file, flags.text, flags.windows, flags.window_tokens)
+            agreement = verify(file, backend_factory(config)(), windows, flags.step_tokens)
+    except PipeLLMError as error:
+        print(f"pipellm-stage verify: {error}", file=sys.stderr)
+        return 1
+    if flags.json:
+        print(json.dumps(asdict(agreement)))
+        return 0
+    print(f"backend {agreement.backend}, {agreement.positions} positions against the float32 reference")
+    print(f"  KL divergence     mean {agreement.mean_kl:.2e}, largest {agreement.max_kl:.2e}")
+    print(f"  same top token    {agreement.same_top_token:.2%}")
+    for layer, difference in enumerate(agreement.layer_errors):
+        print(f"  after layer {layer:<5} {difference:.1e}")
+    return 0
+
+
+@torch.inference_mode()
+def verify(file: GGUFFile, backend: Backend, windows: Sequence[np.ndarray], step_tokens: int) -> Agreement:
+    """Compares `backend` with the reference. windows: int32 token ids; `step_tokens`: rows a forward (0:
+    all of a window). Closes the backend."""
+    spec = build_spec(file)
+    backend.check(spec)
+    longest = max(len(window) for window in windows)
+    under_test = _Model(file, spec, backend, longest)
+    reference = _Model(file, spec, ReferenceBackend(), longest)
+    divergences: list[torch.Tensor] = []
+    same = 0
+    differences = np.zeros((len(spec.layers), 2))
+    for window in windows:
+        ours = under_test.hidden_states(window, step_tokens)
+        theirs = reference.hidden_states(window, 0)
+        for layer, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            differences[layer] += float((one - other).square().sum()), float(other.square().sum())
+        for start in range(0, len(window), _HEAD_ROWS):
+            rows = slice(start, start + _HEAD_ROWS)
+            logits, expected = under_test.logits(ours[-1][rows]), reference.logits(theirs[-1][rows])
+            same += int((logits.argmax(-1) == expected.argmax(-1)).sum())
+            divergences.append(_kl(expected, logits))
+    under_test.close()
+    reference.close()
+    kl = torch.cat(divergences)
+    return Agreement(
+        backend=backend.name,
+        positions=len(kl),
+        mean_kl=float(kl.mean()),
+        max_kl=float(kl.max()),
+        same_top_token=same / len(kl),
+        layer_errors=tuple(np.sqrt(differences[:, 0] / differences[:, 1]).tolist()),
+    )
+
+
+class _Model:
+    """One runner a layer, so that what each layer hands on can be seen."""
+
+    def __init__(self, file: GGUFFile, spec: ModelSpec, backend: Backend, longest: int) -> None:
+        self._num_blocks = -(-longest // _BLOCK_SIZE)
+        count = len(spec.layers)
+        self._runners = [
+            Runner.load(
+                backend, file, spec, layer, layer + 1, embedding=layer == 0, head=layer == count - 1,
+                num_kv_blocks=self._num_blocks, kv_block_size=_BLOCK_SIZE,
+            )
+            for layer in range(count)
+        ]  # fmt: skip
+
+    def hidden_states(self, window: np.ndarray, step_tokens: int) -> list[torch.Tensor]:
+        """After each layer: float32 [len(window), hidden_size], on the CPU."""
+        rows = step_tokens or len(window)
+        steps = [list(self._step(window, start, rows)) for start in range(0, len(window), rows)]
+        return [torch.cat(parts) for parts in zip(*steps, strict=True)]
+
+    def _step(self, window: np.ndarray, start: int, step_tokens: int) -> Iterator[torch.Tensor]:
+        inputs: np.ndarray | torch.Tensor = window[start : start + step_tokens]
+        batch = make_batch([(start, len(inputs), np.arange(self._num_blocks, dtype=np.int32))], _BLOCK_SIZE)
+        for runner in self._runners:
+            inputs = runner.forward(batch, inputs)
+            yield inputs.cpu().clone()  # the next layer may work in place
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._runners[-1].logits(hidden_states, np.arange(len(hidden_states))).cpu()
+
+    def close(self) -> None:
+        for runner in self._runners:
+            runner.close()
+
+
+def _kl(expected: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """KL(expected || logits) of each row's softmax, in float64: [rows, vocab_size] -> [rows]."""
+    log_p = torch.log_softmax(expected.double(), -1)
+    log_q = torch.log_softmax(logits.double(), -1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _windows(file: GGUFFile, text: Path, count: int, length: int) -> list[np.ndarray]:
+    """The first `count` windows of `length` tokens of a text file, each begun with BOS where the model's
+    prompts are."""
+    if count < 1 or length < 1:
+        raise InvalidRequestError("verify: --windows and --window-tokens must be positive")
+    try:
+        prose = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"verify: {text}: {error}") from error
+    tokenizer = Tokenizer.from_metadata(file.metadata, str(file.paths[0]))
+    ids = tokenizer.encode(prose, add_special=False)
+    start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    step = length - len(start)
+    if step < 1 or len(ids) < count * step:
+        needed = f"{count} windows of {length} tokens"
+        raise InvalidRequestError(f"verify: {text} has {len(ids)} tokens, too few for {needed}")
+    return [np.array(start + ids[i * step : (i + 1) * step], dtype=np.int32) for i in range(count)]
