@@ -1,4 +1,4 @@
-"""The agreement that `pipellm-stage verify` reports: zero for the reference itself, seen where there is some."""
+"""What `pipellm-stage verify` reports: no difference for the reference itself, and where there is one."""
 
 from __future__ import annotations
 
