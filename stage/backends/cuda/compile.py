@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import tempfile
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -105,9 +106,12 @@ def _write(path: Path, compiled: Compiled) -> None:
         return  # a cache that cannot be written costs time at the next start, nothing else
 
 
-def _compile(name: KernelName, arch: str, report: io.StringIO | None) -> Compiled:
-    from cuda.core import Program, ProgramOptions
+_importing = threading.Lock()  # cuda.core cannot be imported by two threads at once
 
+
+def _compile(name: KernelName, arch: str, report: io.StringIO | None) -> Compiled:
+    with _importing:
+        from cuda.core import Program, ProgramOptions
     if arch not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"the CUDA kernels do not support {arch}; they are written for {', '.join(ARCHITECTURES)}"
