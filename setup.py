@@ -45,6 +45,15 @@ X86 = {
 }
 ARM = {"plain": [], "neon": ["-march=armv8.2-a+dotprod"]}
 MACHINES = {"x86_64": X86, "AMD64": X86, "aarch64": ARM, "arm64": ARM}
+# For `make sanitize`: the kernel tests with every bad access and undefined operation an error.
+SANITIZE = [
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+    "-g1",
+    "-O1",
+]
+SANITIZE_VARIABLE = "PIPELLM_SANITIZE"
 # The fallback favours a short build: it is for correctness where nothing better runs.
 OPTIMISE = {"plain": "-O1"}
 
@@ -66,6 +75,7 @@ class BuildNative(build_ext):
             )
 
     def build_extension(self, ext: Extension) -> None:
+        checks = SANITIZE if os.environ.get(SANITIZE_VARIABLE) else []
         variants = MACHINES.get(platform.machine(), {"plain": []})
         units = [(str(NATIVE / f"{name}.cpp"), name, ["-O2"]) for name in ("api", "engine", "layer", "pool")]
         for variant, flags in variants.items():
@@ -77,14 +87,14 @@ class BuildNative(build_ext):
             source, name, flags = unit
             out = os.path.join(self.build_temp, name)
             (built,) = self.compiler.compile(
-                [source], output_dir=out, extra_postargs=COMMON_FLAGS + flags, depends=ext.depends
+                [source], output_dir=out, extra_postargs=COMMON_FLAGS + flags + checks, depends=ext.depends
             )
             return built
 
         with ThreadPoolExecutor(os.cpu_count()) as workers:  # the longest first
             objects = list(workers.map(compile_unit, reversed(units)))
         self.compiler.link_shared_object(
-            objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread"], target_lang="c++"
+            objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread", *checks], target_lang="c++"
         )
 
 

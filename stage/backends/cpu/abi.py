@@ -6,6 +6,7 @@ Knows nothing of models; `stage.backends.cpu.plan` fills the structs in.
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -14,8 +15,9 @@ import numpy as np
 
 from common.errors import PipeLLMError
 
-ABI_VERSION = 1
-LIBRARY = Path(__file__).with_name("_native.so")
+ABI_VERSION = 2
+# Another build of the library, such as one with sanitizers, instead of the installed one.
+LIBRARY_VARIABLE = "PIPELLM_CPU_LIBRARY"
 
 
 class Matrix(Structure):
@@ -91,7 +93,7 @@ class BatchRows(Structure):
 _SIGNATURES = {
     "pipellm_abi_version": (c_int32, ()),
     "pipellm_variants": (c_char_p, ()),
-    "pipellm_create": (c_void_p, (c_char_p, c_int32, c_void_p, c_int32)),
+    "pipellm_create": (c_void_p, (c_char_p, c_int32, c_void_p, c_int32, c_int32)),
     "pipellm_destroy": (None, (c_void_p,)),
     "pipellm_supports": (c_int32, (c_int32,)),
     "pipellm_run_layer": (c_int32, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
@@ -109,16 +111,17 @@ def library() -> ctypes.CDLL | None:
 
     Raises PipeLLMError for one built from other sources than this code.
     """
-    if not LIBRARY.exists():
+    path = Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).with_name("_native.so"))
+    if not path.exists():
         return None
-    loaded = ctypes.CDLL(str(LIBRARY))
+    loaded = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     version = loaded.pipellm_abi_version()
     if version != ABI_VERSION:
         raise PipeLLMError(
-            f"{LIBRARY} has interface version {version}, this code needs {ABI_VERSION}: "
+            f"{path} has interface version {version}, this code needs {ABI_VERSION}: "
             "install the project again (pip install -e .) to rebuild it"
         )
     return loaded

@@ -89,13 +89,10 @@ class CpuBackend:
         self.variant = _chosen_variant(variant or os.environ.get(VARIANT_VARIABLE))
         cores = usable_cores()
         self.threads = threads or len(cores)
-        # More threads than cores are not pinned: the scheduler shares the cores out.
-        cpus = np.array(cores[: self.threads], np.int32) if self.threads <= len(cores) else None
+        # One hardware thread of each core; more threads than that go anywhere the process may.
+        cpus = np.array(cores if self.threads <= len(cores) else [], np.int32)
         self._engine: int | None = library.pipellm_create(
-            self.variant.encode(),
-            self.threads,
-            None if cpus is None else abi.address(cpus),
-            accuracy == "exact",
+            self.variant.encode(), self.threads, abi.address(cpus), len(cpus), accuracy == "exact"
         )
         # torch's own pool would spin against ours after every operation of the sampler's.
         torch.set_num_threads(1)

@@ -76,7 +76,7 @@ class Turn {
     unsigned now = fork_generation.load();
     if (engine->fork_generation != now) {
       (void)engine->pool.release();  // its threads, and perhaps its lock, are the parent's
-      engine->pool.reset(new Pool(engine->threads, engine->cpus.empty() ? nullptr : engine->cpus.data()));
+      engine->pool.reset(new Pool(engine->threads, engine->cpus));
       engine->fork_generation = now;
     }
     lock_ = std::unique_lock<std::mutex>(engine->pool->mutex());
@@ -142,7 +142,8 @@ const char* pipellm_variants(void) {
   return names.c_str();
 }
 
-Engine* pipellm_create(const char* variant, int32_t threads, const int32_t* cpus, int32_t exact) {
+Engine* pipellm_create(const char* variant, int32_t threads, const int32_t* cpus, int32_t num_cpus,
+                       int32_t exact) {
   int count;
   const Variant* all = variants(&count);
   for (int i = 0; i < count; i++) {
@@ -151,8 +152,8 @@ Engine* pipellm_create(const char* variant, int32_t threads, const int32_t* cpus
     engine->kernels = all[i].kernels;
     engine->exact = exact != 0;
     engine->threads = threads;
-    if (cpus) engine->cpus.assign(cpus, cpus + threads);
-    engine->pool.reset(new Pool(threads, cpus));
+    engine->cpus.assign(cpus, cpus + num_cpus);
+    engine->pool.reset(new Pool(threads, engine->cpus));
     engine->fork_generation = fork_generation.load();
     return engine;
   }

@@ -3,6 +3,7 @@
 //
 // Nothing here owns memory: weights point into the mapped file, activations into the caller's tensors.
 #pragma once
+#include <stddef.h>
 #include <stdint.h>
 
 #pragma GCC visibility push(default)
@@ -10,7 +11,7 @@
 extern "C" {
 #endif
 
-#define PIPELLM_ABI_VERSION 1
+#define PIPELLM_ABI_VERSION 2
 
 // y = W x + b. W is [rows, cols] row-major in blocks of `type` (a ggml type number).
 typedef struct {
@@ -74,9 +75,10 @@ typedef struct Engine Engine;
 int32_t pipellm_abi_version(void);
 // Names of the variants this CPU can run, best first, separated by spaces.
 const char* pipellm_variants(void);
-// The variant's engine with its pool of `threads` threads, of which thread i > 0 is pinned to cpus[i]
-// (cpus may be null: not pinned). Null where the variant is unknown or the CPU cannot run it.
-Engine* pipellm_create(const char* variant, int32_t threads, const int32_t* cpus, int32_t exact);
+// The variant's engine with its pool of `threads` threads, kept on the `num_cpus` processors of `cpus` (none:
+// anywhere). Null where the variant is unknown or the CPU cannot run it.
+Engine* pipellm_create(const char* variant, int32_t threads, const int32_t* cpus, int32_t num_cpus,
+                       int32_t exact);
 void pipellm_destroy(Engine* engine);
 
 // 1 where matrices of this ggml type can be multiplied.

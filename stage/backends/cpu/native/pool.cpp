@@ -19,7 +19,8 @@ void relax() {
 #endif
 }
 
-// Some tens of microseconds: longer than the gap between layers, shorter than anyone's time slice.
+// Some tens of microseconds: longer than the gap between layers. Spinning longer at a barrier, so as not to
+// lose the processor, is many times slower where other programs want it too (docs/decisions.md).
 constexpr int kSpins = 3000;
 
 // Returns when value differs from `old`.
@@ -31,19 +32,19 @@ void wait_change(std::atomic<uint32_t>& value, uint32_t old) {
   while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 
-void pin([[maybe_unused]] int cpu) {
+// Keeps the calling thread on these processors; where that is refused (a changed cgroup) it stays free.
+void keep_on([[maybe_unused]] const std::vector<int32_t>& cpus) {
 #if defined(__linux__)
   cpu_set_t set;
   CPU_ZERO(&set);
-  CPU_SET(cpu, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // refused (a changed cgroup): run unpinned
+  for (int32_t cpu : cpus) CPU_SET(cpu, &set);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 #endif
 }
 
 }  // namespace
 
-Pool::Pool(int threads, const int32_t* cpus) : threads_(threads) {
-  if (cpus) cpus_.assign(cpus, cpus + threads);
+Pool::Pool(int threads, const std::vector<int32_t>& cpus) : threads_(threads), cpus_(cpus) {
   // Signals are for the program's own threads.
   sigset_t all, before;
   sigfillset(&all);
@@ -60,7 +61,7 @@ Pool::~Pool() {
 }
 
 void Pool::worker(int thread) {
-  if (!cpus_.empty()) pin(cpus_[thread]);
+  if (!cpus_.empty()) keep_on(cpus_);
   for (uint32_t seen = 0;; seen++) {
     wait_change(task_, seen);
     if (stopping_.load(std::memory_order_relaxed)) return;
@@ -81,27 +82,8 @@ void Pool::barrier() {
   }
 }
 
-// The caller keeps its own affinity mask; but where the scheduler has put it on a worker's processor, both
-// would share it for milliseconds, so it is moved to the one left free for it.
-void Pool::leave_workers_cpus() {
-#if defined(__linux__)
-  if (cpus_.empty()) return;
-  int here = sched_getcpu();
-  if (here == cpus_[0]) return;
-  for (int i = 1; i < threads_; i++) {
-    if (cpus_[i] != here) continue;
-    cpu_set_t mine;
-    if (pthread_getaffinity_np(pthread_self(), sizeof mine, &mine) != 0 || !CPU_ISSET(cpus_[0], &mine)) return;
-    pin(cpus_[0]);
-    pthread_setaffinity_np(pthread_self(), sizeof mine, &mine);
-    return;
-  }
-#endif
-}
-
 void Pool::run(void (*work)(void*, int), void* arg) {
   if (threads_ > 1) {
-    leave_workers_cpus();
     work_ = work;
     arg_ = arg;
     task_.fetch_add(1, std::memory_order_release);

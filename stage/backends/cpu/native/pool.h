@@ -10,8 +10,9 @@
 
 class Pool {
  public:
-  // Thread i > 0 is pinned to cpus[i]; cpus may be null.
-  Pool(int threads, const int32_t* cpus);
+  // Threads other than the caller's stay on these processors, wherever among them the scheduler puts them: a
+  // thread tied to one processor waits there for other programs while the next stands idle. Empty: anywhere.
+  Pool(int threads, const std::vector<int32_t>& cpus);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -26,10 +27,9 @@ class Pool {
 
  private:
   void worker(int thread);
-  void leave_workers_cpus();
 
   const int threads_;
-  std::vector<int32_t> cpus_;
+  const std::vector<int32_t> cpus_;
   std::vector<std::thread> workers_;
   std::mutex mutex_;
   void (*work_)(void*, int) = nullptr;
