@@ -61,6 +61,7 @@ class Stage:
     weight_bytes: int
     kv_bytes: int
     resident_bytes: int
+    page_cache_bytes: int
     layer_time_s: float
     busy_fraction: float
     detail: str

@@ -90,8 +90,9 @@ def _status(status: Status) -> RenderableType:
 
 def _stage_table(stages: Iterable[Stage]) -> Table:
     table = _table(
-        "stage", "state", "layers", ">weights", ">KV", ">resident", ">ms/layer", ">busy", "device", "backend"
-    )
+        "stage", "state", "layers", ">weights", ">KV", ">resident", ">of files", ">ms/layer", ">busy",
+        "device", "backend",
+    )  # fmt: skip
     for stage in stages:
         state = f"{stage.state}: {stage.detail}" if stage.detail else stage.state
         table.add_row(
@@ -101,6 +102,7 @@ def _stage_table(stages: Iterable[Stage]) -> Table:
             _bytes(stage.weight_bytes),
             _bytes(stage.kv_bytes),
             _bytes(stage.resident_bytes),
+            _bytes(stage.page_cache_bytes),
             f"{stage.layer_time_s * 1e3:.3f}" if stage.layer_time_s else "-",
             f"{stage.busy_fraction:.0%}",
             Text(f"{stage.device.name or stage.device.kind} ({stage.device.hostname})"),

@@ -92,5 +92,6 @@ def _add_stage(
     stage.layer_start, stage.layer_end = description.layer_start, description.layer_end
     stage.weight_bytes, stage.kv_bytes = description.weight_bytes, description.kv_bytes
     stage.resident_bytes = description.resident_bytes
+    stage.page_cache_bytes = description.page_cache_bytes
     stage.busy_fraction = description.busy_fraction
     stage.kv_blocks_free = description.num_kv_blocks - description.kv_blocks_in_use

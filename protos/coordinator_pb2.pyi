@@ -283,7 +283,7 @@ class UnloadModelResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StageStatus(_message.Message):
-    __slots__ = ("stage_id", "address", "state", "device", "layer_start", "layer_end", "weight_bytes", "kv_bytes", "resident_bytes", "layer_time_s", "busy_fraction", "detail", "kv_blocks_free")
+    __slots__ = ("stage_id", "address", "state", "device", "layer_start", "layer_end", "weight_bytes", "kv_bytes", "resident_bytes", "page_cache_bytes", "layer_time_s", "busy_fraction", "detail", "kv_blocks_free")
     STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +293,7 @@ class StageStatus(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAYER_TIME_S_FIELD_NUMBER: _ClassVar[int]
     BUSY_FRACTION_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
@@ -306,11 +307,12 @@ class StageStatus(_message.Message):
     weight_bytes: int
     kv_bytes: int
     resident_bytes: int
+    page_cache_bytes: int
     layer_time_s: float
     busy_fraction: float
     detail: str
     kv_blocks_free: int
-    def __init__(self, stage_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[StageState, str]] = ..., device: _Optional[_Union[_model_pb2.DeviceInfo, _Mapping]] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., layer_time_s: _Optional[float] = ..., busy_fraction: _Optional[float] = ..., detail: _Optional[str] = ..., kv_blocks_free: _Optional[int] = ...) -> None: ...
+    def __init__(self, stage_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[StageState, str]] = ..., device: _Optional[_Union[_model_pb2.DeviceInfo, _Mapping]] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., page_cache_bytes: _Optional[int] = ..., layer_time_s: _Optional[float] = ..., busy_fraction: _Optional[float] = ..., detail: _Optional[str] = ..., kv_blocks_free: _Optional[int] = ...) -> None: ...
 
 class PlanMember(_message.Message):
     __slots__ = ("stage_id", "shard_index", "shard_count")

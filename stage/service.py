@@ -6,7 +6,6 @@ daemon's end) releases its engine, link and memory. Arithmetic, sequences and or
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -91,12 +90,14 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
     # --- RPCs --------------------------------------------------------------------------------------------
 
     def Describe(self, request: Any, context: grpc.ServicerContext) -> stage_pb2.DescribeResponse:
+        memory = psutil.Process().memory_info()
         response = stage_pb2.DescribeResponse(
             stage_id=self._stage_id,
             instance_id=self._instance_id,
             protocol_version=rpc.PROTOCOL_VERSION,
             device=self._device,
-            resident_bytes=psutil.Process(os.getpid()).memory_info().rss,
+            resident_bytes=memory.rss,
+            page_cache_bytes=memory.shared,
         )
         loaded = self._loaded
         if loaded is not None:

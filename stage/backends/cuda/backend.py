@@ -110,6 +110,7 @@ class CudaBackend:
     # --- steps --------------------------------------------------------------------------------------------
 
     def embed(self, embedding: Embedding, token_ids: np.ndarray) -> torch.Tensor:
+        torch.cuda.set_device(self.device)  # kernels are launched in the calling thread's context
         tokens = torch.from_numpy(np.ascontiguousarray(token_ids, dtype=np.int32)).to(self.device)
         return self.forward.embed(embedding, tokens)
 
@@ -117,6 +118,7 @@ class CudaBackend:
         self, layer: Layer, kv: CudaKvCache, batch: Batch, hidden_states: torch.Tensor
     ) -> torch.Tensor:
         if self._last is None or self._last[0] is not batch:
+            torch.cuda.set_device(self.device)
             self._last = (batch, Rows.of(batch, self.device))
         hidden_states = hidden_states.to(self.device).contiguous()
         self.forward.layer(layer, kv, self._last[1], hidden_states)
