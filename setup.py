@@ -64,9 +64,9 @@ class BuildNative(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
-    def run(self) -> None:
+    def build_extension(self, ext: Extension) -> None:
         try:
-            super().run()
+            self._build(ext)
         except Exception as error:  # no compiler, or one that is too old: whatever it was, say so and go on
             print(
                 f"warning: the native CPU backend was not built ({error}); the slower reference backend "
@@ -74,7 +74,7 @@ class BuildNative(build_ext):
                 file=sys.stderr,
             )
 
-    def build_extension(self, ext: Extension) -> None:
+    def _build(self, ext: Extension) -> None:
         checks = SANITIZE if os.environ.get(SANITIZE_VARIABLE) else []
         variants = MACHINES.get(platform.machine(), {"plain": []})
         units = [(str(NATIVE / f"{name}.cpp"), name, ["-O2"]) for name in ("api", "engine", "layer", "pool")]
