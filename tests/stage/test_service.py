@@ -51,6 +51,7 @@ class Gate:
         self.open = threading.Event()
         self.open.set()
         self.reached = threading.Event()
+        self.prepared = 0  # layers, since somebody set it to 0
 
     def backend(self) -> Backend:
         gate = self
@@ -59,6 +60,7 @@ class Gate:
             def prepare_layer(self, spec: Any, raw: Any) -> Any:
                 gate.reached.set()
                 assert gate.open.wait(TIMEOUT_S)
+                gate.prepared += 1
                 return super().prepare_layer(spec, raw)
 
         return Gated()
@@ -391,10 +393,12 @@ def test_a_cancelled_load_leaves_the_stage_able_to_load(server: Server) -> None:
     assert server.gate.reached.wait(TIMEOUT_S)
     call.cancel()
     time.sleep(1.2)  # longer than the stage takes to look whether its caller is there
+    server.gate.prepared = 0
     server.gate.open.set()
     deadline = time.monotonic() + TIMEOUT_S
     while server.service._loading and time.monotonic() < deadline:
         time.sleep(0.02)
+    assert server.gate.prepared == 1  # the one it was at
     assert server.epoch() == 0
     epoch = server.load()
     assert server.epoch() == epoch
