@@ -8,7 +8,7 @@ comma := ,
 EXTRAS := dev$(if $(wildcard /dev/nvidia0),$(comma)gpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model protos test check demo
+.PHONY: help venv model protos test check sanitize demo
 
 help:
 	@echo 'make demo     a real model answers through a coordinator and two stage daemons'
@@ -53,6 +53,13 @@ check: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+
+# The kernel tests of the CPU backend under the address and undefined-behaviour sanitizers (x86, gcc).
+sanitize: $(STAMP)
+	PIPELLM_SANITIZE=1 $(PY) setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize-temp
+	PIPELLM_CPU_LIBRARY=build/sanitize/stage/backends/cpu/_native.so ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    $(PY) -m pytest tests/stage/backends/cpu -k "not thousand and not idle and not arm"
 
 demo: $(STAMP)
 	@$(PY) -m client.demo

@@ -174,6 +174,7 @@ def _status_for(error: Exception, method: str) -> Any:
     else:
         get_logger().error("rpc_failed", method=method, exc_info=error)
         message = f"internal error ({type(error).__name__}); the daemon's log has the details"
+    message = message.encode("utf-8", "backslashreplace").decode()  # names of files need not be UTF-8
     status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=message)
     if code == grpc.StatusCode.UNAVAILABLE:
         detail = any_pb2.Any()
@@ -192,8 +193,33 @@ _KINDS = {
 
 
 def _rewrap(handler: grpc.RpcMethodHandler, behavior: Callable[..., Any]) -> grpc.RpcMethodHandler:
+    """The same method with another behavior, which is given the request's bytes: gRPC would call a request
+    that cannot be parsed UNKNOWN."""
     _, make = _KINDS[handler.request_streaming, handler.response_streaming]
-    return make(behavior, handler.request_deserializer, handler.response_serializer)
+    return make(behavior, None, handler.response_serializer)
+
+
+def _parse(handler: grpc.RpcMethodHandler, data: bytes) -> Any:
+    if handler.request_deserializer is None:  # the method takes bytes
+        return data
+    try:
+        return handler.request_deserializer(data)
+    except Exception as error:
+        raise errors.InvalidRequestError(
+            "the request is no message of this RPC, or a text in it is not UTF-8"
+        ) from error
+
+
+def _parse_all(handler: grpc.RpcMethodHandler, stream: Iterator[bytes]) -> Iterator[Any]:
+    for data in stream:
+        yield _parse(handler, data)
+
+
+async def _parse_all_async(
+    handler: grpc.RpcMethodHandler, stream: AsyncIterator[bytes]
+) -> AsyncIterator[Any]:
+    async for data in stream:
+        yield _parse(handler, data)
 
 
 def _behavior(handler: grpc.RpcMethodHandler) -> Callable[..., Any]:
@@ -209,19 +235,22 @@ class _ErrorInterceptor(grpc.ServerInterceptor):
             return handler  # health and reflection raise no errors of ours, and health has its own threading
         inner, method = _behavior(handler), handler_call_details.method
 
+        def parsed(request: Any) -> Any:
+            return _parse_all(handler, request) if handler.request_streaming else _parse(handler, request)
+
         def fail(error: Exception, context: grpc.ServicerContext) -> NoReturn:
             context.abort_with_status(_status_for(error, method))
             raise AssertionError("abort_with_status raises")
 
         def unary(request: Any, context: grpc.ServicerContext) -> Any:
             try:
-                return inner(request, context)
+                return inner(parsed(request), context)
             except Exception as error:
                 fail(error, context)
 
         def stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             try:
-                yield from inner(request, context)
+                yield from inner(parsed(request), context)
             except grpc.RpcError:  # the caller went away; gRPC knows
                 raise
             except Exception as error:
@@ -239,6 +268,11 @@ class _AsyncErrorInterceptor(grpc.aio.ServerInterceptor):
             return handler  # health and reflection raise no errors of ours
         inner, method = _behavior(handler), handler_call_details.method
 
+        def parsed(request: Any) -> Any:
+            if handler.request_streaming:
+                return _parse_all_async(handler, request)
+            return _parse(handler, request)
+
         async def fail(error: Exception, context: Any) -> NoReturn:
             if isinstance(error, grpc.aio.AbortError):
                 raise error
@@ -248,13 +282,13 @@ class _AsyncErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def unary(request: Any, context: Any) -> Any:
             try:
-                return await inner(request, context)
+                return await inner(parsed(request), context)
             except Exception as error:
                 await fail(error, context)
 
         async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
-                async for response in inner(request, context):
+                async for response in inner(parsed(request), context):
                     yield response
             except asyncio.CancelledError:
                 raise

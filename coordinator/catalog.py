@@ -76,18 +76,20 @@ class Catalog:
                     self._infos[key] = model_info(entry, file)
             return self._infos[key]
         except (PipeLLMError, OSError) as error:
-            return model_pb2.ModelInfo(name=entry.name, path=str(entry.path), problem=str(error))
+            return model_pb2.ModelInfo(
+                name=_text(entry.name), path=_text(str(entry.path)), problem=_text(str(error))
+            )
 
 
 def model_info(entry: CatalogEntry, file: GGUFFile) -> model_pb2.ModelInfo:
-    architecture = file.require("general.architecture", str)
+    architecture = _text(file.require("general.architecture", str))
     file_type = file.get("general.file_type", int, -1)
     tokens = file.get("tokenizer.ggml.tokens", list, [])
     return model_pb2.ModelInfo(
-        name=entry.name,
-        path=str(entry.path),
+        name=_text(entry.name),
+        path=_text(str(entry.path)),
         architecture=architecture,
-        title=file.get("general.name", str, ""),
+        title=_text(file.get("general.name", str, "")),
         quantization=_quantization(file_type),
         file_bytes=file.file_bytes,
         num_layers=file.get(f"{architecture}.block_count", int, 0),
@@ -96,6 +98,11 @@ def model_info(entry: CatalogEntry, file: GGUFFile) -> model_pb2.ModelInfo:
         has_tokenizer=Tokenizer.present(file.metadata),
         has_chat_template="tokenizer.chat_template" in file.metadata,
     )
+
+
+def _text(value: str) -> str:
+    """A string of the file as a message can carry it: bytes that are not UTF-8 become escapes."""
+    return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _quantization(file_type: int) -> str:

@@ -210,7 +210,9 @@ class Mesh:
             while self._wanted and self.served is None and not self._stopping and self._enough_stages():
                 try:
                     entry = await asyncio.to_thread(self.catalog.find, self._wanted)
-                    await self._load(entry, self._wanted_context, lambda _: None)
+                    async with self._load_lock:
+                        if self.served is None and self._wanted:  # else somebody was faster
+                            await self._load(entry, self._wanted_context, lambda _: None)
                     wait_s = _RETRY_FIRST_S
                     break
                 except PipeLLMError as error:
@@ -238,12 +240,17 @@ class Mesh:
         with await asyncio.to_thread(GGUFFile.open, entry.path) as file:  # a bad file ends nothing
             file.require("general.architecture", str)
         before = (self._wanted, self._wanted_context)
-        if self.served is not None:
-            await self.unload(force)
         events: asyncio.Queue[coordinator_pb2.LoadModelResponse | None] = asyncio.Queue()
-        task = asyncio.create_task(
-            self._load(entry, context_length or self.config.context_length, events.put_nowait)
-        )
+
+        async def replace() -> Served:
+            async with self._load_lock:
+                if self.served is not None:
+                    await self._unload(self.served, force)
+                return await self._load(
+                    entry, context_length or self.config.context_length, events.put_nowait
+                )
+
+        task = asyncio.create_task(replace())
         task.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (event := await events.get()) is not None:
@@ -261,44 +268,41 @@ class Mesh:
         async with self._load_lock:
             if self.served is None:
                 raise NotReadyError("no model is loaded")
-            if self.served.num_requests and not force:
-                raise NotReadyError(
-                    f"{self.served.num_requests} requests are running; wait for them, or force it"
-                )
-            self._wanted = ""
-            members = self.served.members
-            self._end_served(UnavailableError(f"model {self.served.entry.name!r} was unloaded"))
-            await asyncio.gather(*self._closing, return_exceptions=True)
-            await loading.unload(members)
-            self.problem = ""
+            await self._unload(self.served, force)
+
+    async def _unload(self, served: Served, force: bool) -> None:
+        """With the load lock held."""
+        if served.num_requests and not force:
+            raise NotReadyError(f"{served.num_requests} requests are running; wait for them, or force it")
+        self._wanted = ""
+        self._end_served(UnavailableError(f"model {served.entry.name!r} was unloaded"))
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await loading.unload(served.members)
+        self.problem = ""
 
     async def _load(self, entry: CatalogEntry, context_length: int, report: Report) -> Served:
-        async with self._load_lock:
-            if self.served is not None:
-                if self.served.entry == entry:
-                    return self.served
-                raise NotReadyError(f"model {self.served.entry.name!r} was loaded meanwhile")
-            members = self.membership.members
-            if not self._enough_stages():
-                raise NotReadyError(
-                    f"{len(members)} stages are registered, {self.config.min_stages} are needed; start more"
-                )
-            self.loading_members = members
-            try:
-                served = await self._load_on(members, entry, context_length, report)
-            except StageError as error:
-                await loading.unload(members)
-                raise error.error from error
-            except BaseException:
-                await loading.unload(members)
-                raise
-            finally:
-                self.loading_members = []
-            self.served = served
-            self.problem = ""
-            self._wanted, self._wanted_context = entry.name, context_length
-            self._log.info("model_ready", model=entry.name, epoch=served.epoch, stages=len(served.members))
-            return served
+        """With the load lock held, and nothing served."""
+        members = self.membership.members
+        if not self._enough_stages():
+            raise NotReadyError(
+                f"{len(members)} stages are registered, {self.config.min_stages} are needed; start more"
+            )
+        self.loading_members = members
+        try:
+            served = await self._load_on(members, entry, context_length, report)
+        except StageError as error:
+            await loading.unload(members)
+            raise error.error from error
+        except BaseException:
+            await loading.unload(members)
+            raise
+        finally:
+            self.loading_members = []
+        self.served = served
+        self.problem = ""
+        self._wanted, self._wanted_context = entry.name, context_length
+        self._log.info("model_ready", model=entry.name, epoch=served.epoch, stages=len(served.members))
+        return served
 
     async def _load_on(
         self, members: list[Member], entry: CatalogEntry, context_length: int, report: Report

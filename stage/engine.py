@@ -143,7 +143,12 @@ class Engine:
             self._log.warning("foreign_frame_dropped", frame_epoch=frame.epoch)
         elif frame.kind == FrameKind.TOKENS:
             self._take_tokens(frame)
-        elif len(self._frames) >= _MAX_FRAMES or frame.window != self._window or self._runner.has_embedding:
+        elif (
+            len(self._frames) >= _MAX_FRAMES
+            or frame.window != self._window
+            or frame.payload.dtype != np.float32
+            or self._runner.has_embedding
+        ):
             raise CorruptDataError(
                 f"link: hidden states for window {frame.window} (step {frame.step_id}) came to window "
                 f"{self._window}, where {len(self._frames)} frames wait"
@@ -221,7 +226,13 @@ class Engine:
         batch = make_batch(placed, self.sequences.block_size)
         if self._runner.has_embedding:
             return self._runner.forward(batch, np.asarray(tokens, dtype=np.int32))
-        return self._runner.forward(batch, self._frames.pop((work.step.step_id, work.repeat)))
+        hidden_states = self._frames.pop((work.step.step_id, work.repeat))
+        if len(hidden_states) != batch.num_rows:
+            step_id = work.step.step_id
+            raise CorruptDataError(
+                f"link: {len(hidden_states)} rows of step {step_id} came where {batch.num_rows} were due"
+            )
+        return self._runner.forward(batch, hidden_states)
 
     def _draw(
         self, step: stage_pb2.Step, repeat: int, hidden_states: torch.Tensor

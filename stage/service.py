@@ -41,6 +41,7 @@ from stage.links.shm_link import ShmListener
 from stage.model.registry import build_spec
 from stage.runner import Runner
 
+_LOAD_WAIT_S = 5.0
 _POLL_S = 0.5  # how often a waiting stream looks whether its caller is still there
 
 
@@ -59,8 +60,8 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         self._make_backend = make_backend
         self._device = device_info(make_backend())
         self._shm = ShmListener(instance_id, self._accept_frame)
-        self._lock = threading.Lock()  # guards what is loaded and being loaded
-        self._loading = False
+        self._lock = threading.Lock()  # guards what is loaded
+        self._load_lock = threading.Lock()  # held while loading
         self._loaded: LoadedEpoch | None = None
         self._log = get_logger()
 
@@ -130,15 +131,14 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
     def Load(
         self, request: stage_pb2.LoadRequest, context: grpc.ServicerContext
     ) -> Iterator[stage_pb2.LoadResponse]:
-        with self._lock:
-            if self._loading:
-                raise NotReadyError(f"stage {self._stage_id} is loading already")
-            self._loading = True
+        # A load that was cancelled ends with the part it is at.
+        if not self._load_lock.acquire(timeout=_LOAD_WAIT_S):
+            raise NotReadyError(f"stage {self._stage_id} is loading already")
         try:
             self._drop(UnavailableError(f"stage {self._stage_id} was given a new plan"))
             yield from self._load(request, context)
         finally:
-            self._loading = False
+            self._load_lock.release()
 
     def _load(
         self, request: stage_pb2.LoadRequest, context: grpc.ServicerContext

@@ -396,7 +396,7 @@ def test_a_cancelled_load_leaves_the_stage_able_to_load(server: Server) -> None:
     server.gate.prepared = 0
     server.gate.open.set()
     deadline = time.monotonic() + TIMEOUT_S
-    while server.service._loading and time.monotonic() < deadline:
+    while server.service._load_lock.locked() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert server.gate.prepared == 1  # the one it was at
     assert server.epoch() == 0
