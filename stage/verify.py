@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -89,6 +90,7 @@ def verify(file: GGUFFile, backend: Backend, windows: Sequence[np.ndarray], step
     backend.check(spec)
     longest = max(len(window) for window in windows)
     under_test = _Model(file, spec, backend, longest)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # the CPU backend leaves torch one
     reference = _Model(file, spec, ReferenceBackend(), longest)
     divergences: list[torch.Tensor] = []
     same = 0
