@@ -6,9 +6,11 @@ questions and answers alternate in `messages`; while an answer is under way its 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,8 +152,10 @@ class ChatSession:
         return Outcome("\n".join(lines))
 
     def _run_save(self, argument: str) -> Outcome:
-        path = Path(argument).expanduser()
-        if path.exists():
+        path = _path("write", argument)
+        with _refusing("write", path):
+            exists = path.exists()
+        if exists:
             _read_saved(path)  # overwrites nothing but a saved chat
         document = {
             "format": _FORMAT,
@@ -164,23 +168,20 @@ class ChatSession:
             },
             "messages": [asdict(message) for message in self.messages],
         }
-        part = path.with_name(f"{path.name}.part")
-        try:
-            part.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-            os.replace(part, path)
-        except OSError as error:
-            raise InvalidRequestError(f"cannot write {path}: {error.strerror}") from error
+        with _refusing("write", path):
+            data = (json.dumps(document, ensure_ascii=False, indent=1) + "\n").encode("utf-8")
+            _replace(path, data)
         return Outcome(f"{len(self.messages)} messages written to {path}")
 
     def _run_load(self, argument: str) -> Outcome:
-        path = Path(argument).expanduser()
+        path = _path("read", argument)
         saved = _read_saved(path)
         self.system, self.settings = saved.system, saved.settings
         self._replace_dialogue(saved.messages)
         return Outcome(f"{len(self.messages)} messages read from {path}")
 
     def _run_read(self, argument: str) -> Outcome:
-        path = Path(argument).expanduser()
+        path = _path("read", argument)
         text = decode_utf8(_read_bytes(path), str(path))
         self.attachments.append(text)
         return Outcome(f"{len(text)} characters of {path} go before your next message")
@@ -217,7 +218,7 @@ def _read_saved(path: Path) -> ChatSession:
     """The system message, settings and dialogue of a file that /save wrote."""
     try:
         document = json.loads(decode_utf8(_read_bytes(path), str(path)))
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise InvalidRequestError(f"{path} is not a saved chat")
@@ -228,18 +229,51 @@ def _read_saved(path: Path) -> ChatSession:
         sound = all(isinstance(text, str) for text in texts) and all(
             isinstance(value, _SETTINGS[name]) for name, value in settings.items()
         )
-    except (KeyError, TypeError, AttributeError):
+        if sound:
+            "".join([*texts, settings.get("stop", "")]).encode("utf-8")  # JSON can name half a character
+    except (KeyError, TypeError, AttributeError, UnicodeEncodeError):
         sound = False
     if not sound:
         raise InvalidRequestError(f"{path} is a damaged saved chat")
     return ChatSession(system=system, settings=settings, messages=messages)
 
 
+def _path(doing: str, argument: str) -> Path:
+    """The file a command names, with ~ written out; `doing` it is what the command is about."""
+    with _refusing(doing, argument):
+        return Path(argument).expanduser()
+
+
 def _read_bytes(path: Path) -> bytes:
-    try:
+    with _refusing("read", path):
         return path.read_bytes()
-    except OSError as error:
-        raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all. Only its owner may read it: what people ask is their own affair."""
+    number, part = tempfile.mkstemp(prefix=".pipellm-", suffix=".part", dir=path.parent)
+    try:
+        with open(number, "wb") as file:
+            file.write(data)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+@contextlib.contextmanager
+def _refusing(doing: str, path: Path | str) -> Iterator[None]:
+    """Within it, whatever Python and the system object to in a path is an InvalidRequestError.
+
+    That is OSError, RuntimeError for the home of a user who does not exist, and ValueError for a NUL
+    character and for text that is not Unicode.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise InvalidRequestError(f"cannot {doing} {path}: {why}") from error
 
 
 def _shortened(text: str) -> str:

@@ -90,6 +90,14 @@ def test_settings_are_typed_and_can_be_given_back() -> None:
         ("/reset now", "takes nothing"),
         ("/load /nowhere/x", "cannot read /nowhere/x: No such file"),
         ("/save /nowhere/x", "cannot write /nowhere/x"),
+        ("/save ~nosuch-user/x", "cannot write ~nosuch-user/x: Could not determine home"),
+        ("/load ~nosuch-user/x", "cannot read ~nosuch-user/x: Could not determine home"),
+        ("/read ~nosuch-user/x", "cannot read ~nosuch-user/x: Could not determine home"),
+        (f"/save /tmp/{'x' * 300}", "File name too long"),
+        (f"/load /tmp/{'x' * 300}", "File name too long"),
+        ("/read a\0b", "cannot read a\0b: embedded null"),
+        ("/save /tmp/a\0b", "cannot write /tmp/a\0b: embedded null"),
+        ("/save /tmp/a\0b/c", "cannot write /tmp/a\0b/c: embedded null"),
     ],
 )
 def test_a_wrong_command_says_what_is_right(line: str, message: str) -> None:
@@ -131,12 +139,32 @@ def test_save_writes_over_nothing_else(session: ChatSession, tmp_path: Path) -> 
     assert file.read_text() == "dear"
 
 
+def test_a_file_nested_without_end_is_not_a_saved_chat(tmp_path: Path) -> None:
+    file = tmp_path / "deep.json"
+    file.write_text("[" * 200_000)
+    with pytest.raises(InvalidRequestError, match=r"deep.json is not a saved chat"):
+        ChatSession().run(f"/load {file}")
+
+
+def test_a_save_that_fails_leaves_nothing(session: ChatSession, tmp_path: Path) -> None:
+    session.system = "half a character: \ud800"
+    with pytest.raises(InvalidRequestError, match="cannot write .*surrogates"):
+        session.run(f"/save {tmp_path}/chat.json")
+    session.system = ""
+    with pytest.raises(InvalidRequestError, match="null"):
+        session.run(f"/save {tmp_path}/a\0b")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"messages": [{"role": "user"}]},
         {"messages": "none"},
+        {"messages": [{"role": "user", "content": "\ud800"}]},
         {"system": 5},
+        {"system": "\udfff"},
+        {"settings": {"stop": "\ud800"}},
         {"settings": {"colour": 1}},
         {"settings": {"top_k": "x"}},
     ],
