@@ -29,6 +29,7 @@ PROTOCOL_VERSION = 1
 # A chunk of 2048 tokens at width 8192 in float32 is 64 MiB; a 10 MB prompt is far below.
 MAX_MESSAGE_BYTES = 96 << 20
 RETRY_DELAY_S = 1.0
+_MAX_MESSAGE_CHARS = 2000
 
 _COMMON_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -175,6 +176,8 @@ def _status_for(error: Exception, method: str) -> Any:
         get_logger().error("rpc_failed", method=method, exc_info=error)
         message = f"internal error ({type(error).__name__}); the daemon's log has the details"
     message = message.encode("utf-8", "backslashreplace").decode()  # names of files need not be UTF-8
+    if len(message) > _MAX_MESSAGE_CHARS:  # gRPC bounds the trailers that carry it
+        message = message[:_MAX_MESSAGE_CHARS] + " ..."
     status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=message)
     if code == grpc.StatusCode.UNAVAILABLE:
         detail = any_pb2.Any()

@@ -3,7 +3,8 @@
 Each field of the dataclass is one setting: `field(default=..., metadata={"help": ...})`. Its name gives the
 flag (`model_dir` is `--model-dir`), the variable (`PIPELLM_MODEL_DIR`) and the TOML key (`model_dir`).
 Types: str, int, float, bool, and tuple[str, ...] (a repeated flag, a TOML list, an os.pathsep-separated
-variable). Unknown keys are errors. What a value means, and "auto", is the daemon's business.
+variable). Unknown keys are errors. What a value means, and "auto", is the daemon's business;
+`check_ranges` helps it with numbers.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ def load(
     return cls(**values)
 
 
+def check_ranges(config: object, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Raises ConfigError unless each named setting lies from its first to its second bound, both allowed."""
+    for name, (least, most) in ranges.items():
+        value = getattr(config, name)
+        if not least <= value <= most:  # NaN is in no range
+            raise ConfigError(f"{name} is {_shown(value)}, expected {least} to {most}")
+
+
 def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Any) -> None:
     flag = "--" + field.name.replace("_", "-")
     default = field.default if field.default not in ("", ()) else "none"
@@ -62,8 +71,10 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], ki
 def _from_toml(path: Path, hints: Mapping[str, Any]) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, not TOML, thousands of digits, a NUL in the path
         raise ConfigError(f"config {path}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"config {path}: values are nested too deeply") from error
     for key, value in table.items():
         if key not in hints:
             known = ", ".join(sorted(hints))
@@ -73,15 +84,16 @@ def _from_toml(path: Path, hints: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(value: Any, kind: Any, where: str) -> Any:
+    texts = value if isinstance(value, list) else [value]
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        raise ConfigError(f"{where} is {_shown(value)}: no setting holds a NUL character")
     if _is_tuple(kind):
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return tuple(value)
-    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    elif type(value) is kind:
-        return value
+    elif type(value) is kind or (kind is float and type(value) is int):
+        return _converted(value, kind, where)
     wanted = "a list of strings" if _is_tuple(kind) else kind.__name__
-    raise ConfigError(f"{where} is {value!r}, expected {wanted}")
+    raise ConfigError(f"{where} is {_shown(value)}, expected {wanted}")
 
 
 def _parse(text: str, kind: Any, where: str) -> Any:
@@ -90,12 +102,27 @@ def _parse(text: str, kind: Any, where: str) -> Any:
     if kind is bool:
         words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
         if text.lower() not in words:
-            raise ConfigError(f"{where} is {text!r}, expected one of {', '.join(words)}")
+            raise ConfigError(f"{where} is {_shown(text)}, expected one of {', '.join(words)}")
         return words[text.lower()]
+    return _converted(text, kind, where)
+
+
+def _converted(value: Any, kind: Any, where: str) -> Any:
     try:
-        return kind(text)
+        return kind(value)
     except ValueError:
-        raise ConfigError(f"{where} is {text!r}, expected {kind.__name__}") from None
+        raise ConfigError(f"{where} is {_shown(value)}, expected {kind.__name__}") from None
+    except OverflowError:
+        raise ConfigError(f"{where} is {_shown(value)}, more than a {kind.__name__} holds") from None
+
+
+def _shown(value: Any) -> str:
+    """For a message: shortened, and whatever Python refuses to write out (a huge number) described."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number too long to show"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _is_tuple(kind: Any) -> bool:

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import gguf
 
-from common.errors import InvalidRequestError, PipeLLMError, UnknownModelError
+from common.errors import CorruptDataError, InvalidRequestError, PipeLLMError, UnknownModelError
 from common.gguf.reader import GGUFFile
 from common.gguf.tokenizer import Tokenizer
 from protos import model_pb2
+
+_NAMED = 20  # names in an error message
+_MAX_COUNT = 2**31 - 1
 
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$")
 
@@ -63,8 +66,9 @@ class Catalog:
             for entry in entries:
                 if _SPLIT.sub("", os.path.splitext(wanted)[0]) == _SPLIT.sub("", str(entry.path)[:-5]):
                     return entry
-        names = ", ".join(entry.name for entry in entries) or "none"
-        raise UnknownModelError(f"no model {model!r}; there are: {names}")
+        names = ", ".join(entry.name for entry in entries[:_NAMED]) or "none"
+        more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
+        raise UnknownModelError(f"no model {model[:200]!r}; there are: {names}{more}")
 
     def info(self, entry: CatalogEntry) -> model_pb2.ModelInfo:
         """What the header says; `problem` says why a file cannot be served. Cached by size and time."""
@@ -92,12 +96,19 @@ def model_info(entry: CatalogEntry, file: GGUFFile) -> model_pb2.ModelInfo:
         title=_text(file.get("general.name", str, "")),
         quantization=_quantization(file_type),
         file_bytes=file.file_bytes,
-        num_layers=file.get(f"{architecture}.block_count", int, 0),
-        context_length=file.get(f"{architecture}.context_length", int, 0),
-        vocab_size=len(tokens) or file.get(f"{architecture}.vocab_size", int, 0),
+        num_layers=_count(file, f"{architecture}.block_count"),
+        context_length=_count(file, f"{architecture}.context_length"),
+        vocab_size=len(tokens) or _count(file, f"{architecture}.vocab_size"),
         has_tokenizer=Tokenizer.present(file.metadata),
         has_chat_template="tokenizer.chat_template" in file.metadata,
     )
+
+
+def _count(file: GGUFFile, key: str) -> int:
+    value = file.get(key, int, 0)
+    if not 0 <= value <= _MAX_COUNT:
+        raise CorruptDataError(f"{file.paths[0]}: key {key!r} is {value}, no plausible number")
+    return value
 
 
 def _text(value: str) -> str:

@@ -7,6 +7,16 @@ from dataclasses import dataclass, field, replace
 
 from common import rpc
 from common.errors import ConfigError
+from common.settings import check_ranges
+
+_MAX_COUNT = 2**31 - 1  # counts travel as uint32 and are added to one another
+_MAX_WAIT_S = 1e6
+_RANGES = {
+    "min_stages": (1, _MAX_COUNT), "context_length": (0, _MAX_COUNT), "kv_block_size": (1, _MAX_COUNT),
+    "max_step_tokens": (1, _MAX_COUNT), "max_sequences": (1, _MAX_COUNT), "max_waiting": (0, _MAX_COUNT),
+    "run_ahead": (1, _MAX_COUNT), "repeat": (1, _MAX_COUNT),
+    "lease_s": (0.1, 3600.0), "load_timeout_s": (0.1, _MAX_WAIT_S), "drain_s": (0.0, _MAX_WAIT_S),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,9 @@ class CoordinatorConfig:
     repeat: int = field(default=4, metadata={"help": "decode steps in one message"})
     lease_s: float = field(default=3.0, metadata={"help": "a stage silent for so long is lost"})
     load_timeout_s: float = field(default=1800.0, metadata={"help": "longest load of a model"})
+    step_timeout_s: float = field(
+        default=120.0, metadata={"help": "a stage that works longer on one step is lost"}
+    )
     drain_s: float = field(default=10.0, metadata={"help": "time for running requests at a clean stop"})
     log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
 
@@ -39,17 +52,7 @@ class CoordinatorConfig:
             rpc.check_address(self.metrics_listen)
             if self.metrics_listen.startswith("unix:"):
                 raise ConfigError(f"metrics_listen is {self.metrics_listen}, expected host:port")
-        for name, least in (
-            ("min_stages", 1), ("context_length", 0), ("kv_block_size", 1), ("max_step_tokens", 1),
-            ("max_sequences", 1), ("max_waiting", 0), ("run_ahead", 1), ("repeat", 1),
-        ):  # fmt: skip
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}, at least {least} is needed")
-        for name in ("lease_s", "load_timeout_s"):
-            if not getattr(self, name) >= 0.1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, at least 0.1 is needed")
-        if not self.drain_s >= 0:
-            raise ConfigError(f"drain_s is {self.drain_s}, it cannot be negative")
+        check_ranges(self, _RANGES)
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level is {self.log_level!r}, expected debug, info, warning or error")
         for directory in self.model_dir:

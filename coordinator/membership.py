@@ -14,7 +14,11 @@ import grpc
 
 from common import rpc
 from common.errors import InvalidRequestError, NotReadyError, PipeLLMError, UnavailableError
-from protos import coordinator_pb2, model_pb2, stage_pb2_grpc
+from protos import coordinator_pb2, model_pb2, stage_pb2, stage_pb2_grpc
+
+_PROBE_TIMEOUT_S = 1.5  # within a stage's own patience with RegisterStage
+_MAX_ID_CHARS = 200
+_MAX_DEPARTED = 32  # remembered for status
 
 
 @dataclass
@@ -67,6 +71,40 @@ def calling(member: Member) -> Iterator[None]:
         raise StageError(member, lost) from error
 
 
+def check_registration(request: coordinator_pb2.RegisterStageRequest) -> str:
+    """The address to dial. Raises NotReadyError or InvalidRequestError for what could never be a stage."""
+    for name in ("stage_id", "instance_id"):
+        value = getattr(request, name)
+        if not 0 < len(value) <= _MAX_ID_CHARS or not value.isprintable():
+            raise InvalidRequestError(
+                f"RegisterStage: {name} {value[:40]!r} must have 1 to {_MAX_ID_CHARS} printable characters"
+            )
+    if request.protocol_version != rpc.PROTOCOL_VERSION:
+        raise NotReadyError(
+            f"stage {request.stage_id!r} speaks protocol version {request.protocol_version}, this "
+            f"coordinator {rpc.PROTOCOL_VERSION}; run the same PipeLLM release on both"
+        )
+    address = rpc.check_address(request.address)
+    if address.endswith(":0"):
+        raise InvalidRequestError(f"RegisterStage: nobody can dial port 0 ({address})")
+    return address
+
+
+async def prove_reachable(request: coordinator_pb2.RegisterStageRequest) -> None:
+    """Raises UnavailableError unless the stage answers where it says: one that cannot be reached (a wrong
+    --advertise, a firewall) would make every plan with it fail. Also what `check_registration` raises."""
+    address = check_registration(request)
+    peer = f"stage {request.stage_id!r} at {address}"
+    async with rpc.dial_async(address) as channel:
+        stub = stage_pb2_grpc.StageServiceStub(channel)
+        try:
+            answer = await stub.Describe(stage_pb2.DescribeRequest(), timeout=_PROBE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise UnavailableError(f"{rpc.from_rpc_error(error, peer)}; check its --advertise") from error
+    if answer.instance_id != request.instance_id:
+        raise UnavailableError(f"at {address} answers another process than stage {request.stage_id!r}")
+
+
 @dataclass(frozen=True)
 class Departed:
     """A stage that was here, for `status`."""
@@ -100,14 +138,7 @@ class Membership:
 
         Raises NotReadyError for another protocol version, InvalidRequestError for an address that cannot be
         dialled, UnavailableError for a second stage under a living one's id: that one's lease may end."""
-        if request.protocol_version != rpc.PROTOCOL_VERSION:
-            raise NotReadyError(
-                f"stage {request.stage_id!r} speaks protocol version {request.protocol_version}, this "
-                f"coordinator {rpc.PROTOCOL_VERSION}; run the same PipeLLM release on both"
-            )
-        if not request.stage_id or not request.instance_id:
-            raise InvalidRequestError("RegisterStage: stage_id and instance_id must not be empty")
-        address = rpc.check_address(request.address)
+        address = check_registration(request)
         member = self._members.get(request.stage_id)
         previous = None
         is_new = False
@@ -144,3 +175,5 @@ class Membership:
             self._departed[member.stage_id] = Departed(
                 member.stage_id, member.address, member.device, reason
             )
+            if len(self._departed) > _MAX_DEPARTED:
+                del self._departed[next(iter(self._departed))]

@@ -12,14 +12,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from common.errors import NotReadyError, PipeLLMError, UnavailableError
+from common.errors import InvalidRequestError, NotReadyError, PipeLLMError, UnavailableError
 from common.gguf.reader import GGUFFile
 from common.log import get_logger
 from coordinator import loading
 from coordinator.catalog import Catalog, CatalogEntry, model_info
 from coordinator.config import CoordinatorConfig
 from coordinator.loading import Report, make_plan
-from coordinator.membership import Member, Membership, StageError
+from coordinator.membership import Member, Membership, StageError, prove_reachable
 from coordinator.metrics import Metrics
 from coordinator.serving import Served
 from coordinator.text import ModelText
@@ -83,7 +83,7 @@ class Mesh:
 
     # --- requests ----------------------------------------------------------------------------------------
 
-    def require(self, model: str) -> Served:
+    async def require(self, model: str) -> Served:
         """The served model, if it is the one asked for.
 
         Raises UnavailableError while draining or after a loss, NotReadyError while nothing is loaded,
@@ -95,7 +95,7 @@ class Mesh:
             raise UnavailableError("a stage is leaving; the mesh is planned anew when it has")
         if served is not None and model in ("", served.entry.name, served.entry.file, str(served.entry.path)):
             return served
-        name = self.catalog.find(model).name if model else self._wanted
+        name = (await asyncio.to_thread(self.catalog.find, model)).name if model else self._wanted
         if served is not None and served.entry.name == name:
             return served
         if self.is_loading:
@@ -136,7 +136,9 @@ class Mesh:
 
     # --- membership --------------------------------------------------------------------------------------
 
-    def register(self, request: coordinator_pb2.RegisterStageRequest) -> None:
+    async def register(self, request: coordinator_pb2.RegisterStageRequest) -> None:
+        if self.membership.find(request.stage_id, request.instance_id) is None:
+            await prove_reachable(request)
         member, is_new, previous = self.membership.register(request, time.monotonic())
         if previous is not None:
             self._lose(previous, "its process was restarted")
@@ -236,6 +238,8 @@ class Mesh:
         if this fails."""
         if self._stopping:
             raise UnavailableError("the coordinator is shutting down")
+        if context_length == 1:
+            raise InvalidRequestError("context_length is 1: a sequence needs room for a prompt and an answer")
         entry = await asyncio.to_thread(self.catalog.find, model)
         with await asyncio.to_thread(GGUFFile.open, entry.path) as file:  # a bad file ends nothing
             file.require("general.architecture", str)

@@ -7,6 +7,7 @@ scheduler decides what a step holds; who a token belongs to, and what becomes of
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from common.errors import PipeLLMError, UnavailableError
@@ -16,6 +17,7 @@ from coordinator.scheduler import Scheduler
 from protos import stage_pb2
 
 _BLAME_WAIT_S = 0.5
+_WATCH_S = 0.5
 
 
 class Pipeline:
@@ -27,6 +29,7 @@ class Pipeline:
         epoch: int,
         members: Sequence[Member],
         scheduler: Scheduler,
+        step_timeout_s: float,
         on_result: Callable[[stage_pb2.StepResult], None],
         on_failure: Callable[[Member | None, PipeLLMError], None],
     ) -> None:
@@ -35,13 +38,17 @@ class Pipeline:
         self.scheduler = scheduler
         self._on_result = on_result
         self._on_failure = on_failure
+        self._step_timeout_s = step_timeout_s
         self._wake = asyncio.Event()
+        # Steps that a member has not acknowledged, oldest first, with the time of their issue.
+        self._unacknowledged: list[dict[int, float]] = [{} for _ in members]
         self._outboxes: list[asyncio.Queue[stage_pb2.Step]] = [asyncio.Queue() for _ in members]
         self._tasks = [
             asyncio.create_task(self._run_stage(index), name=f"stage-{member.stage_id}")
             for index, member in enumerate(self.members)
         ]
         self._tasks.append(asyncio.create_task(self._issue(), name="issue"))
+        self._tasks.append(asyncio.create_task(self._watch(), name="watch"))
 
     def wake(self) -> None:
         """Something changed that may let a step be issued."""
@@ -70,8 +77,24 @@ class Pipeline:
                     step = self.scheduler.schedule(group)
                     if step is not None:
                         issued = True
-                        for outbox in self._outboxes:
+                        for outbox, steps in zip(self._outboxes, self._unacknowledged, strict=True):
+                            steps[step.step_id] = time.monotonic()
                             outbox.put_nowait(step)
+
+    async def _watch(self) -> None:
+        """Ends the epoch when a step makes no progress: a stage may renew its lease and compute no more.
+
+        To blame is the first member of the ring that has not acknowledged the oldest step."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            overdue = time.monotonic() - self._step_timeout_s
+            oldest = [next(iter(steps.items()), None) for steps in self._unacknowledged]
+            late = [(step[0], index) for index, step in enumerate(oldest) if step and step[1] < overdue]
+            if late:
+                step_id, index = min(late)
+                reason = f"it has not finished step {step_id} within {self._step_timeout_s:g} s"
+                self._on_failure(self.members[index], UnavailableError(reason))
+                return
 
     async def _run_stage(self, index: int) -> None:
         member = self.members[index]
@@ -81,6 +104,7 @@ class Pipeline:
                     for result in response.results:
                         self._on_result(result)
                     for step_id in response.acknowledged_steps:
+                        self._unacknowledged[index].pop(step_id, None)
                         self.scheduler.on_acknowledged(index, step_id)
                     self.wake()
             self._on_failure(member, UnavailableError("it ended the stream of steps"))

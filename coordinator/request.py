@@ -194,14 +194,19 @@ def _check_options(options: coordinator_pb2.GenerationOptions, model: ModelLimit
         )
 
 
+def prompt_too_long(what: str, context_length: int) -> InvalidRequestError:
+    """The refusal of a prompt of `what` ("700 tokens")."""
+    return InvalidRequestError(
+        f"the prompt has {what}, the context holds {context_length} tokens and needs room for an answer; "
+        "shorten the prompt or load the model with a longer context"
+    )
+
+
 def _check_prompt(prompt: Sequence[int], model: ModelLimits) -> None:
     if not prompt:
         raise InvalidRequestError("the prompt is empty; give some text or token ids")
     if len(prompt) >= model.context_length:
-        raise InvalidRequestError(
-            f"the prompt has {len(prompt)} tokens, the context holds {model.context_length} and needs room "
-            "for an answer; shorten the prompt or load the model with a longer context"
-        )
+        raise prompt_too_long(f"{len(prompt)} tokens", model.context_length)
     if max(prompt) >= model.vocab_size:
         raise InvalidRequestError(
             f"prompt: token id {max(prompt)} is outside the vocabulary of {model.vocab_size} tokens"

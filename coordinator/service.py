@@ -26,16 +26,16 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Generate(
         self, request: coordinator_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[coordinator_pb2.GenerateResponse]:
-        served = self._mesh.require(request.model)
-        ids = await asyncio.to_thread(served.text.encode_prompt, request)
+        served = await self._mesh.require(request.model)
+        ids = await served.prepare(served.text.encode_prompt, request, served.plan.context_length)
         async for response in self._stream(served, ids, request.options, coordinator_pb2.GenerateResponse):
             yield response
 
     async def Chat(
         self, request: coordinator_pb2.ChatRequest, context: Any
     ) -> AsyncIterator[coordinator_pb2.ChatResponse]:
-        served = self._mesh.require(request.model)
-        _, ids = await asyncio.to_thread(
+        served = await self._mesh.require(request.model)
+        _, ids = await served.prepare(
             served.text.render_chat, request.messages, request.tools_json, request.continue_last
         )
         async for response in self._stream(served, ids, request.options, coordinator_pb2.ChatResponse):
@@ -73,21 +73,21 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Tokenize(
         self, request: coordinator_pb2.TokenizeRequest, context: Any
     ) -> coordinator_pb2.TokenizeResponse:
-        return await asyncio.to_thread(self._mesh.require(request.model).text.tokenize, request)
+        served = await self._mesh.require(request.model)
+        return await served.prepare(served.text.tokenize, request)
 
     async def Detokenize(
         self, request: coordinator_pb2.DetokenizeRequest, context: Any
     ) -> coordinator_pb2.DetokenizeResponse:
-        return await asyncio.to_thread(self._mesh.require(request.model).text.detokenize, request)
+        served = await self._mesh.require(request.model)
+        return await served.prepare(served.text.detokenize, request)
 
     async def ApplyTemplate(
         self, request: coordinator_pb2.ApplyTemplateRequest, context: Any
     ) -> coordinator_pb2.ApplyTemplateResponse:
-        text, ids = await asyncio.to_thread(
-            self._mesh.require(request.model).text.render_chat,
-            request.messages,
-            request.tools_json,
-            request.continue_last,
+        served = await self._mesh.require(request.model)
+        text, ids = await served.prepare(
+            served.text.render_chat, request.messages, request.tools_json, request.continue_last
         )
         return coordinator_pb2.ApplyTemplateResponse(text=text, ids=ids)
 
@@ -136,7 +136,7 @@ class CoordinatorService(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def RegisterStage(
         self, request: coordinator_pb2.RegisterStageRequest, context: Any
     ) -> coordinator_pb2.RegisterStageResponse:
-        self._mesh.register(request)
+        await self._mesh.register(request)
         return coordinator_pb2.RegisterStageResponse(lease_s=self._mesh.config.lease_s)
 
     async def DeregisterStage(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 from common.errors import DeadlineError, InvalidRequestError, PipeLLMError
 from coordinator.catalog import CatalogEntry
@@ -20,6 +23,10 @@ from coordinator.text import ModelText
 from protos import coordinator_pb2, model_pb2, stage_pb2
 
 _CHECK_TIMEOUT_S = 60.0
+_TEXT_THREADS = 2
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Event = coordinator_pb2.GenerationDelta | coordinator_pb2.GenerationFinished
 OnFailure = Callable[[int, Member | None, PipeLLMError], None]
@@ -94,6 +101,7 @@ class Served:
         )
         self._active: dict[int, ActiveRequest] = {}  # by sequence id
         self._last_id = 0
+        self._text_threads = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
         self._ended: PipeLLMError | None = None
         self._checked = False  # a canary token has gone round; only what comes after it is counted
         self.scheduler = Scheduler(
@@ -113,11 +121,25 @@ class Served:
         )
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_failure = on_failure
-        self._pipeline = Pipeline(epoch, members, self.scheduler, self._on_result, self._on_pipeline_failure)
+        self._pipeline = Pipeline(
+            epoch, members, self.scheduler, config.step_timeout_s, self._on_result, self._on_pipeline_failure
+        )
 
     @property
     def num_requests(self) -> int:
         return len(self._active)
+
+    async def prepare(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs work on texts in the few threads for it; work that waits is dropped when its caller goes.
+
+        Raises what ended the model if it has ended meanwhile: its texts are of no use then."""
+        call = functools.partial(work, *args, **kwargs)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._text_threads, call)
+        except PipeLLMError:
+            if self._ended is not None:
+                raise self._ended from None
+            raise
 
     def submit(self, ids: list[int], options: coordinator_pb2.GenerationOptions) -> ActiveRequest:
         """Queues a request. Raises InvalidRequestError, OutOfCapacityError, or what ended this model."""
@@ -175,6 +197,7 @@ class Served:
 
     async def close(self) -> None:
         await self._pipeline.close()
+        self._text_threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.text.close)  # may wait for a template that is being rendered
 
     def _finish(self, active: ActiveRequest, reason: str) -> None:

@@ -11,8 +11,13 @@ from common.gguf.chat import encode_chat
 from common.gguf.chat_template import ChatTemplate
 from common.gguf.reader import GGUFFile
 from common.gguf.tokenizer import Tokenizer
+from coordinator.request import prompt_too_long
 from coordinator.sampling import file_sampling_defaults
 from protos import coordinator_pb2
+
+# What Tokenize and Detokenize take at once: seconds of work.
+MAX_TEXT_CHARS = 12_000_000
+MAX_IDS = 1_000_000
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -29,6 +34,9 @@ class ModelText:
         if not Tokenizer.present(metadata):
             return
         self.tokenizer = tokenizer = Tokenizer.from_metadata(metadata, str(file.paths[0]))
+        self._longest_piece = max(
+            len(tokenizer.token_bytes(token_id, special=True)) for token_id in range(tokenizer.vocab_size)
+        )
         source = metadata.get("tokenizer.chat_template")
         if source is not None:
             self.template = ChatTemplate(
@@ -49,22 +57,31 @@ class ModelText:
             )
         return self.tokenizer
 
-    def encode_prompt(self, request: coordinator_pb2.GenerateRequest) -> list[int]:
-        """The prompt's token ids. Raises InvalidRequestError for an empty or missing prompt."""
+    def encode_prompt(self, request: coordinator_pb2.GenerateRequest, context_length: int) -> list[int]:
+        """The prompt's token ids. Raises InvalidRequestError for an empty prompt, or one that is longer than
+        the context whatever its tokens."""
         if request.WhichOneof("prompt") == "ids":
+            if len(request.ids.ids) >= context_length:
+                raise prompt_too_long(f"{len(request.ids.ids)} tokens", context_length)
             ids = list(request.ids.ids)
         else:
-            ids = self.require_tokenizer().encode(
+            tokenizer = self.require_tokenizer()
+            num_bytes = len(request.text.encode())
+            if num_bytes > context_length * self._longest_piece:
+                # Plain before it is cut into tokens, which could take long.
+                size = f"{num_bytes} bytes (a token has at most {self._longest_piece})"
+                raise prompt_too_long(size, context_length)
+            ids = tokenizer.encode(
                 request.text, add_special=not request.no_special, parse_special=request.parse_special
             )
-            if not request.text:
-                raise InvalidRequestError("the prompt is empty; give some text or token ids")
-        if not ids:
+        if not ids or (not request.text and request.WhichOneof("prompt") != "ids"):
             raise InvalidRequestError("the prompt is empty; give some text or token ids")
         return ids
 
     def tokenize(self, request: coordinator_pb2.TokenizeRequest) -> coordinator_pb2.TokenizeResponse:
         tokenizer = self.require_tokenizer()
+        if len(request.text) > MAX_TEXT_CHARS:
+            raise InvalidRequestError(f"text: {len(request.text)} characters, at most {MAX_TEXT_CHARS}")
         ids = tokenizer.encode(
             request.text, add_special=not request.no_special, parse_special=request.parse_special
         )
@@ -73,6 +90,8 @@ class ModelText:
 
     def detokenize(self, request: coordinator_pb2.DetokenizeRequest) -> coordinator_pb2.DetokenizeResponse:
         tokenizer = self.require_tokenizer()
+        if len(request.ids) > MAX_IDS:
+            raise InvalidRequestError(f"there are {len(request.ids)} token ids, at most {MAX_IDS}")
         unknown = next((token_id for token_id in request.ids if token_id >= tokenizer.vocab_size), None)
         if unknown is not None:
             raise InvalidRequestError(f"token id {unknown}: the vocabulary has {tokenizer.vocab_size}")
@@ -90,10 +109,14 @@ class ModelText:
             )
         if not messages:
             raise InvalidRequestError("the dialogue is empty; give at least one message")
+        num_chars = sum(len(message.content) for message in messages)
+        if num_chars > MAX_TEXT_CHARS:
+            raise InvalidRequestError(f"the dialogue has {num_chars} characters, at most {MAX_TEXT_CHARS}")
         for number, message in enumerate(messages):
             if message.role not in ROLES:
                 raise InvalidRequestError(
-                    f"message {number} has the unknown role {message.role!r}; known are {', '.join(ROLES)}"
+                    f"message {number} has the unknown role {message.role[:40]!r}; "
+                    f"known are {', '.join(ROLES)}"
                 )
         try:
             return encode_chat(
@@ -116,7 +139,7 @@ def _tools(tools_json: str) -> list[Any] | None:
         return None
     try:
         tools = json.loads(tools_json)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"tools_json is no JSON: {error}") from None
     if not isinstance(tools, list):
         raise InvalidRequestError(f"tools_json holds a {type(tools).__name__}, expected a list")
