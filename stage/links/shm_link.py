@@ -12,6 +12,8 @@ processes of the same user.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import mmap
 import os
 import socket
@@ -36,6 +38,8 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _TIMEOUT_S = 10.0
 _MIN_RING_BYTES = 1 << 20
 _SELF_TEST_BYTES = (1, 4096, 65_000)
+_MAX_CONNECTIONS = 64
+_ACCEPT_RETRY_S = 0.2
 
 
 class ShmLink:
@@ -144,9 +148,12 @@ def _offer_ring(instance_id: str, size: int) -> tuple[socket.socket, mmap.mmap]:
     """A connection to the receiving process, which holds the ring too."""
     connection = None
     try:
-        descriptor = os.memfd_create("pipellm-link")
+        descriptor = os.memfd_create("pipellm-link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, size)
+            # The receiver takes no ring that could shrink: touching what is gone would kill its process.
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
             ring = mmap.mmap(descriptor, size)
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(_TIMEOUT_S)
@@ -175,6 +182,7 @@ class ShmListener:
         self._log = get_logger()
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(_socket_name(instance_id))
         self._socket.listen()
@@ -183,25 +191,36 @@ class ShmListener:
     def close(self) -> None:
         """Ends the listener and every link; their threads end with them."""
         with self._lock:
+            self._closed = True
             for end in (self._socket, *self._connections):
                 with contextlib.suppress(OSError):  # already gone
                     end.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _listen(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                    return  # closed
+                self._log.warning("links_wait", carrier="shm", reason=str(error))
+                time.sleep(_ACCEPT_RETRY_S)
+                continue
             with self._lock:
-                self._connections.add(connection)
+                taken = len(self._connections) < _MAX_CONNECTIONS and not self._closed
+                if taken:
+                    self._connections.add(connection)
+            if not taken:
+                self._log.warning("link_refused", carrier="shm", reason=f"{_MAX_CONNECTIONS} are open")
+                connection.close()
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="shm-link", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection:
-                self._serve_frames(connection, _take_ring(connection))
+            with connection, _take_ring(connection) as ring:
+                self._serve_frames(connection, ring)
         except (OSError, PipeLLMError) as error:
             self._log.warning("link_ended", carrier="shm", reason=str(error))
         finally:
@@ -235,14 +254,20 @@ def _take_ring(connection: socket.socket) -> mmap.mmap:
     if uid != os.getuid():
         raise PipeLLMError(f"a process of user {uid} tried to link to this stage; it runs as {os.getuid()}")
     connection.settimeout(_TIMEOUT_S)
-    hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-    connection.settimeout(None)
-    if len(hello) != _HELLO.size or len(descriptors) != 1:
-        raise CorruptDataError("link: the peer handed over no ring buffer")
+    hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size + 1, 1)
     try:
-        (size,) = _HELLO.unpack(hello)
-        if os.fstat(descriptors[0]).st_size != size:
-            raise CorruptDataError(f"link: the peer's ring buffer is not of the {size} bytes it says")
-        return mmap.mmap(descriptors[0], size)
+        connection.settimeout(None)
+        if len(hello) != _HELLO.size or len(descriptors) != 1:
+            raise CorruptDataError("link: the peer handed over no ring buffer")
+        return _map_ring(descriptors[0], *_HELLO.unpack(hello))
     finally:
-        os.close(descriptors[0])
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _map_ring(descriptor: int, size: int) -> mmap.mmap:
+    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise CorruptDataError("link: the peer's ring buffer could shrink (it lacks F_SEAL_SHRINK)")
+    if size < 1 or os.fstat(descriptor).st_size != size:
+        raise CorruptDataError(f"link: the peer's ring buffer is not of the {size} bytes it says")
+    return mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import queue
+import resource
+import socket
+import struct
 import threading
+import time
 import uuid
 from dataclasses import replace
 
@@ -14,7 +20,7 @@ from common import rpc
 from common.errors import PipeLLMError, UnavailableError
 from common.wire import Frame, FrameKind
 from protos import stage_pb2, stage_pb2_grpc
-from stage.links import grpc_link
+from stage.links import grpc_link, shm_link
 from stage.links.connect import connect
 from stage.links.grpc_link import GrpcLink
 from stage.links.shm_link import ShmLink, ShmListener
@@ -142,3 +148,105 @@ def test_a_carrier_asked_for_is_not_replaced(receiver):
     request = stage_pb2.AttachLinkRequest(next_address=receiver.address, next_instance_id="nobody")
     with pytest.raises(UnavailableError, match="shared-memory"):
         connect(request, "here", "shm", 1000, lambda error: None)
+
+
+# --- shared memory: peers that mean harm --------------------------------------------------------------------
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def make_ring(size: int = 4096, seals: int = fcntl.F_SEAL_SHRINK) -> int:
+    descriptor = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def offer(receiver, hello: bytes, *descriptors: int) -> socket.socket:
+    """Says `hello` as a sender would; closes the descriptors here."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.settimeout(TIMEOUT_S)
+    peer.connect(shm_link._socket_name(receiver.instance_id))
+    socket.send_fds(peer, [hello], descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return peer
+
+
+@pytest.mark.parametrize(
+    ("hello", "size", "seals"),
+    [
+        (b"\1\2\3", 4096, fcntl.F_SEAL_SHRINK),
+        (struct.pack("<Q", 4096) + b"\0", 4096, fcntl.F_SEAL_SHRINK),
+        (struct.pack("<Q", 0), 0, fcntl.F_SEAL_SHRINK),
+        (struct.pack("<Q", 1 << 63), 4096, fcntl.F_SEAL_SHRINK),
+        (struct.pack("<Q", 4096), 4096, fcntl.F_SEAL_GROW),  # a ring that can shrink is SIGBUS in waiting
+    ],
+    ids=["short", "long", "empty ring", "another size", "can shrink"],
+)
+def test_bad_rings_are_refused_and_leave_no_descriptor(receiver, monkeypatch, hello, size, seals):
+    died = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    before = open_descriptors()
+    for _ in range(10):
+        with offer(receiver, hello, make_ring(size, seals), make_ring(size, seals)) as peer:
+            assert peer.recv(1) == b""
+    wait_until(lambda: open_descriptors() <= before)
+    assert not died
+    ShmLink(receiver.instance_id, 1, 2, 1000, lambda error: None).close()
+
+
+def test_the_senders_ring_cannot_change_its_size(monkeypatch, receiver):
+    kept = []
+    monkeypatch.setattr(shm_link.os, "close", kept.append)
+    link = ShmLink(receiver.instance_id, 1, 2, 1000, lambda error: None)
+    monkeypatch.undo()
+    with pytest.raises(PermissionError):
+        os.ftruncate(kept[0], 10)
+    for descriptor in set(kept):
+        os.close(descriptor)
+    link.close()
+
+
+def test_the_listener_outlives_a_lack_of_descriptors(receiver):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    peers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+        filled = []
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                filled.append(os.dup(0))
+        for peer in peers:
+            peer.connect(shm_link._socket_name(receiver.instance_id))
+        time.sleep(0.1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in filled:
+            os.close(descriptor)
+    ShmLink(receiver.instance_id, 1, 2, 1000, lambda error: None).close()
+    for peer in peers:
+        peer.close()
+
+
+def test_connections_are_counted(receiver):
+    peers = []
+    for _ in range(shm_link._MAX_CONNECTIONS):
+        peers.append(offer(receiver, struct.pack("<Q", 4096), make_ring()))
+    wait_until(lambda: len(receiver.shm._connections) == len(peers))
+    with pytest.raises(UnavailableError):
+        ShmLink(receiver.instance_id, 1, 2, 1000, lambda error: None)
+    peers.pop().close()
+    wait_until(lambda: len(receiver.shm._connections) == len(peers))
+    ShmLink(receiver.instance_id, 1, 2, 1000, lambda error: None).close()
+    for peer in peers:
+        peer.close()
