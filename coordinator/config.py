@@ -15,7 +15,8 @@ _RANGES = {
     "min_stages": (1, _MAX_COUNT), "context_length": (0, _MAX_COUNT), "kv_block_size": (1, _MAX_COUNT),
     "max_step_tokens": (1, _MAX_COUNT), "max_sequences": (1, _MAX_COUNT), "max_waiting": (0, _MAX_COUNT),
     "run_ahead": (1, _MAX_COUNT), "repeat": (1, _MAX_COUNT),
-    "lease_s": (0.1, 3600.0), "load_timeout_s": (0.1, _MAX_WAIT_S), "drain_s": (0.0, _MAX_WAIT_S),
+    "lease_s": (0.1, 3600.0), "load_timeout_s": (0.1, _MAX_WAIT_S), "step_timeout_s": (0.1, _MAX_WAIT_S),
+    "drain_s": (0.0, _MAX_WAIT_S),
 }  # fmt: skip
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from common import rpc
 from common.errors import ConfigError
+from common.settings import check_ranges
 
 BACKENDS = ("auto", "reference", "cpu", "cuda")
 CARRIERS = ("auto", "shm", "grpc")
 ACCURACIES = ("fast", "exact")
 KV_DTYPES = ("f16", "q8_0")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_RANGES = {"threads": (0, 4096), "memory": (0, 2**63 - 1)}
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,7 @@ class StageConfig:
         ):  # fmt: skip
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
-        for name in ("threads", "memory"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it cannot be negative")
+        check_ranges(self, _RANGES)
         if not self.stage_id:
             raise ConfigError("stage_id is empty; leave it out for a name made of host and device")
         return self

@@ -44,6 +44,13 @@ def test_lists_and_booleans():
         ("count = true", "key 'count' is True"),
         ("model_dir = 'a'", "expected a list of strings"),
         ("count = ", "config"),
+        ("count = " + "[" * 5000 + "]" * 5000, "config .*: values are nested too deeply"),
+        ("count = " + "9" * 5000, "config .*digits"),
+        ("count = [0x" + "f" * 5000 + "]", "key 'count' is a number too long to show, expected int"),
+        ("lease_s = 1" + "0" * 400, "key 'lease_s' is 1000+[.]{3}, more than a float holds"),
+        ("lease_s = 0x1" + "0" * 5000, "key 'lease_s' is a number too long to show, more than a float"),
+        (r'listen = "unix:/a\u0000b"', r"key 'listen' is 'unix:/a\\x00b': no setting holds a NUL"),
+        (r'model_dir = ["/a", "/b\u0000"]', "key 'model_dir' .* NUL character"),
     ],
 )
 def test_a_bad_file_is_refused_by_key(tmp_path, text, message):
@@ -56,8 +63,28 @@ def test_a_bad_file_is_refused_by_key(tmp_path, text, message):
 def test_a_missing_file_and_a_bad_variable_are_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere.toml"):
         load("--config", str(tmp_path / "nowhere.toml"))
+    with pytest.raises(ConfigError, match="config a\0b: embedded null"):
+        load("--config", "a\0b")
     with pytest.raises(ConfigError, match="PIPELLM_COUNT is 'x', expected int"):
         load(PIPELLM_COUNT="x")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"count": 0}, "count is 0, expected 1 to 5"),
+        ({"count": 6}, "count is 6, expected 1 to 5"),
+        ({"count": 16**5000}, "count is a number too long to show, expected 1 to 5"),
+        ({"lease_s": float("inf")}, "lease_s is inf, expected 0.5 to 10"),
+        ({"lease_s": float("nan")}, "lease_s is nan, expected 0.5 to 10"),
+        ({"lease_s": float("-inf")}, "lease_s is -inf"),
+    ],
+)
+def test_a_number_out_of_its_range_is_told_with_the_range(setting, message):
+    ranges = {"count": (1, 5), "lease_s": (0.5, 10)}
+    settings.check_ranges(Example(count=1, lease_s=10.0), ranges)
+    with pytest.raises(ConfigError, match=message):
+        settings.check_ranges(Example(**setting), ranges)
 
 
 def test_an_unknown_flag_ends_with_usage(capsys):
