@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
 import os
 import signal
 import sys
@@ -25,6 +24,9 @@ exit codes:
   4  the deadline (--timeout) passed
   130  interrupted with Ctrl-C
 """
+
+_MAX_TIMEOUT_S = 1e7
+_CALL_TIMEOUT_S = 30.0  # for what a coordinator answers at once
 
 _FLOATS = {
     "temperature": "0 is greedy",
@@ -112,25 +114,29 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_chat(add("chat", "talk with a model; with piped input, answer it and leave", json=False))
     _add_generate(add("generate", "continue a text, or token ids"))
-    add("models", "list the coordinator's models")
+    _timeout(add("models", "list the coordinator's models"))
     command = add("load", "load a model over the registered stages")
     command.add_argument("model", metavar="MODEL", help="a name from 'models', or a path")
     _context_length(command)
     command.add_argument("--force", action="store_true", help="end requests that still run")
     command = add("unload", "unload the model", json=False)
     command.add_argument("--force", action="store_true", help="end requests that still run")
+    _timeout(command)
     command = add("status", "stages, layers, memory, queue, tokens/s")
-    command.add_argument("--watch", action="store_true", help="go on until Ctrl-C")
+    command.add_argument("--watch", action="store_true", help="go on until Ctrl-C, without a deadline")
     command.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between (1)")
+    _timeout(command)
     command = add("tokenize", "a text's token ids")
     _add_text_input(command)
     command.add_argument("--model", default="", help="default: the loaded one")
     command.add_argument("--pieces", action="store_true", help="a line a token: id and text")
     _add_special(command)
+    _timeout(command)
     command = add("detokenize", "the text of token ids")
     command.add_argument("ids", nargs="*", metavar="ID", help="token ids (default: standard input)")
     command.add_argument("--model", default="", help="default: the loaded one")
     command.add_argument("--show-special", action="store_true", help="write special tokens out")
+    _timeout(command)
     return parser
 
 
@@ -193,6 +199,13 @@ def _context_length(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _timeout(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--timeout", type=_seconds, default=_CALL_TIMEOUT_S, metavar="S",
+        help=f"deadline in seconds ({_CALL_TIMEOUT_S:g})",
+    )  # fmt: skip
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -202,8 +215,8 @@ def _positive(text: str) -> int:
 
 def _seconds(text: str) -> float:
     number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a time above 0")
+    if not 0 < number <= _MAX_TIMEOUT_S:  # gRPC's clock would take a far deadline for a past one
+        raise argparse.ArgumentTypeError(f"{text} is not a time above 0 and up to {_MAX_TIMEOUT_S:.0f} s")
     return number
 
 

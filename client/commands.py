@@ -131,7 +131,7 @@ def _logprob_line(info: TokenInfo) -> str:
 
 def models(arguments: Namespace) -> None:
     with Client(arguments.coordinator) as client:
-        found = client.models()
+        found = client.models(timeout_s=arguments.timeout)
     if arguments.json:
         _print_json([asdict(model) for model in found])
         return
@@ -166,7 +166,7 @@ def load(arguments: Namespace) -> None:
 
 def unload(arguments: Namespace) -> None:
     with Client(arguments.coordinator) as client:
-        client.unload_model(force=arguments.force)
+        client.unload_model(force=arguments.force, timeout_s=arguments.timeout)
 
 
 def status(arguments: Namespace) -> None:
@@ -174,7 +174,7 @@ def status(arguments: Namespace) -> None:
 
     with Client(arguments.coordinator) as client:
         if not arguments.watch:
-            now = client.status()
+            now = client.status(timeout_s=arguments.timeout)
             if arguments.json:
                 _print_json(asdict(now))
             else:
@@ -195,6 +195,7 @@ def tokenize(arguments: Namespace) -> None:
             model=arguments.model,
             add_special=not arguments.no_special,
             parse_special=arguments.parse_special,
+            timeout_s=arguments.timeout,
         )
     if arguments.json:
         _print_json({"ids": [token for token, _ in pieces], "pieces": [piece for _, piece in pieces]})
@@ -208,7 +209,9 @@ def tokenize(arguments: Namespace) -> None:
 def detokenize(arguments: Namespace) -> None:
     ids = _parse_ids(arguments.ids or [read_stdin()])
     with Client(arguments.coordinator) as client:
-        text = client.detokenize(ids, model=arguments.model, show_special=arguments.show_special)
+        text = client.detokenize(
+            ids, model=arguments.model, show_special=arguments.show_special, timeout_s=arguments.timeout
+        )
     if arguments.json:
         _print_json({"text": text})
     else:

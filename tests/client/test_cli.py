@@ -1,13 +1,14 @@
 """The command line without a coordinator: usage, input, exit codes."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from client.cli import main
+from client.cli import main, make_parser
 
 NOWHERE = ["--coordinator", "unix:/nonexistent/socket"]
 
@@ -29,6 +30,8 @@ def run(*argv: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
         (["generate", "x", "--top-k", "many"], "--top-k: invalid int value: 'many'"),
         (["generate", "x", "--logit-bias", "5"], "'5' is not ID=BIAS"),
         (["generate", "x", "--timeout", "nan"], "nan is not a time above 0"),
+        (["generate", "x", "--timeout", "1e300"], "1e300 is not a time above 0 and up to 10000000 s"),
+        (["status", "--timeout", "inf"], "inf is not a time above 0"),
         (["chat", "m.gguf", "--stages", "0"], "0 is not at least 1"),
     ],
 )
@@ -82,6 +85,20 @@ def test_without_a_coordinator_the_exit_code_is_3(argv: list[str]) -> None:
     done = run(*argv, *NOWHERE)
     assert (done.returncode, done.stdout) == (3, b"")
     assert b"unix:/nonexistent/socket cannot be reached" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["status"], ["models"], ["unload"], ["tokenize", "x"], ["detokenize", "1"]],
+    ids=lambda argv: argv[0],
+)
+def test_a_coordinator_that_is_silent_is_not_waited_for_without_end(argv: list[str]) -> None:
+    assert make_parser().parse_args(argv).timeout == 30.0
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        done = run(*argv, "--coordinator", address, "--timeout", "0.3")
+    assert (done.returncode, done.stdout) == (4, b"")
+    assert f"{address} did not answer within the deadline" in done.stderr.decode()
 
 
 def test_a_chat_without_coordinator_and_model_says_what_to_do() -> None:
