@@ -22,19 +22,22 @@ PROMPT = "Once upon a time"
 class Waiting:
     """A client in its own thread, waiting for a long answer; how it ended and when."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, max_tokens: int | None) -> None:
         self.error: PipeLLMError | None = None
         self.finished: Finished | None = None
         self.started = threading.Event()
         self.ended_at = 0.0
         self._address = address
+        self._max_tokens = max_tokens
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         try:
             with Client(self._address) as client:
-                for event in client.generate(PROMPT, ignore_eos=True, timeout_s=60):
+                for event in client.generate(
+                    PROMPT, max_tokens=self._max_tokens, ignore_eos=True, timeout_s=60
+                ):
                     self.started.set()
                     if isinstance(event, Finished):
                         self.finished = event
@@ -47,8 +50,8 @@ class Waiting:
         assert not self._thread.is_alive()
 
 
-def waiting_clients(mesh: Mesh, count: int) -> list[Waiting]:
-    clients = [Waiting(mesh.address) for _ in range(count)]
+def waiting_clients(mesh: Mesh, count: int, max_tokens: int | None = None) -> list[Waiting]:
+    clients = [Waiting(mesh.address, max_tokens) for _ in range(count)]
     for client in clients:
         assert client.started.wait(20)
     return clients
@@ -110,7 +113,7 @@ def test_sigterm_under_load_ends_requests_with_a_clear_status(tmp_path, long_mod
 
 def test_a_stopping_coordinator_lets_short_requests_finish(tmp_path, tiny_model):
     with Mesh(tmp_path, tiny_model, 1) as mesh:
-        clients = waiting_clients(mesh, 2)
+        clients = waiting_clients(mesh, 2, max_tokens=200)
         assert mesh.coordinator.stop() == 0
         for client in clients:
             client.join()
@@ -119,7 +122,7 @@ def test_a_stopping_coordinator_lets_short_requests_finish(tmp_path, tiny_model)
 
 def test_a_stage_that_leaves_lets_requests_finish_and_the_others_take_over(tmp_path, tiny_model):
     with Mesh(tmp_path, tiny_model, 2) as mesh:
-        clients = waiting_clients(mesh, 2)
+        clients = waiting_clients(mesh, 2, max_tokens=200)
         assert mesh.stages["s1"].stop() == 0
         for client in clients:
             client.join()
