@@ -7,7 +7,8 @@ in another order than they were issued.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from protos import stage_pb2
 from stage.sampler import SamplingOptions
 
 _GROWTH = 64
+_MAX_TOP_LOGPROBS = 20
 
 
 class Sequence:
@@ -24,6 +26,8 @@ class Sequence:
     def __init__(self, options: SamplingOptions) -> None:
         self.options = options
         self.tokens: list[int] = []
+        self.next_position = 0  # where the next row must start: all before it is in KV or on its way there
+        self.drawn_position: int | None = None  # of the last token that an entered step draws
         self.pending_steps = 0
         self.freed = False
         self._blocks = np.zeros(_GROWTH, dtype=np.int32)
@@ -39,6 +43,14 @@ class Sequence:
                 self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
             self._blocks[self._num_blocks] = block
             self._num_blocks += 1
+
+    def truncate(self, position: int, where: str) -> None:
+        """Drops everything from `position` on, tokens still to be drawn too."""
+        if position > self.next_position:
+            raise InvalidRequestError(f"{where}: cut at {position}, it has {self.next_position} positions")
+        del self.tokens[position:]
+        self.next_position = position
+        self.drawn_position = None
 
     def set_tokens(self, position: int, tokens: Iterable[int]) -> None:
         """Enters tokens from `position` on. The same token may arrive twice (by ring and by description)."""
@@ -60,6 +72,7 @@ class SequenceTable:
         self.max_step_tokens = max_step_tokens
         self.vocab_size = vocab_size
         self._live: dict[int, Sequence] = {}
+        self._last_step_id = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -80,6 +93,9 @@ class SequenceTable:
     def enter(self, step: stage_pb2.Step) -> None:
         """Takes in a step's description. Raises InvalidRequestError for one that contradicts this state."""
         where = f"step {step.step_id}"
+        if step.step_id <= self._last_step_id:
+            raise InvalidRequestError(f"{where} came after step {self._last_step_id}; step ids must grow")
+        self._last_step_id = step.step_id
         if step.repeat < 1:
             raise InvalidRequestError(f"{where}: repeat is {step.repeat}, at least 1 is needed")
         if sum(item.num_tokens for item in step.items) > self.max_step_tokens:
@@ -90,6 +106,8 @@ class SequenceTable:
                 raise InvalidRequestError(f"{where}: frees sequence {sequence_id}, which is not here")
             sequence.freed = True
             self._forget_if_done(sequence_id, sequence)
+        if len({item.sequence_id for item in step.items}) < len(step.items):
+            raise InvalidRequestError(f"{where}: names a sequence twice")
         for item in step.items:
             self._enter_item(item, step.repeat, where)
 
@@ -99,31 +117,47 @@ class SequenceTable:
         if item.HasField("start"):
             if sequence is not None:
                 raise InvalidRequestError(f"{where} starts twice")
+            _check_start(item.start, self.vocab_size, where)
             sequence = self._live[item.sequence_id] = Sequence(_options(item.start))
             sequence.set_tokens(0, item.start.prior_token_ids)
+            sequence.next_position = len(item.start.prior_token_ids)
         elif sequence is None or sequence.freed:
             raise InvalidRequestError(f"{where} is not here")
+        if item.HasField("truncate_to"):
+            sequence.truncate(item.truncate_to, where)
+        self._check_rows(item, sequence, repeat, where)
+        sequence.add_blocks(item.new_blocks)
+        if not item.from_ring:
+            sequence.set_tokens(item.start_position, item.token_ids)
+        sequence.next_position = item.start_position + item.num_tokens + repeat - 1
+        sequence.drawn_position = item.sample_positions[-1] + repeat if item.sample_positions else None
+        sequence.pending_steps += 1
+
+    def _check_rows(self, item: stage_pb2.StepItem, sequence: Sequence, repeat: int, where: str) -> None:
+        start, num_tokens, samples = item.start_position, item.num_tokens, list(item.sample_positions)
         if any(block >= self.num_blocks for block in item.new_blocks):
             raise InvalidRequestError(f"{where}: block {max(item.new_blocks)} of {self.num_blocks}")
-        sequence.add_blocks(item.new_blocks)
-        end = item.start_position + item.num_tokens + repeat - 1
-        if item.num_tokens < 1 or end > len(sequence.block_table) * self.block_size:
-            held = f"{len(sequence.block_table)} blocks of {self.block_size}"
-            raise InvalidRequestError(f"{where}: {item.num_tokens} tokens up to position {end} in {held}")
-        if any(not 0 <= p - item.start_position < item.num_tokens for p in item.sample_positions):
-            raise InvalidRequestError(f"{where}: samples {list(item.sample_positions)}, not of its tokens")
-        single = item.num_tokens == 1 and list(item.sample_positions) == [item.start_position]
-        if (repeat > 1 or item.from_ring) and not single:
+        num_blocks = len(sequence.block_table) + len(item.new_blocks)
+        if num_blocks > self.num_blocks:
+            raise InvalidRequestError(f"{where}: a table of {num_blocks} blocks, there are {self.num_blocks}")
+        end = start + num_tokens + repeat - 1
+        if num_tokens < 1 or end > num_blocks * self.block_size:
+            held = f"{num_blocks} blocks of {self.block_size}"
+            raise InvalidRequestError(f"{where}: {num_tokens} tokens up to position {end} in {held}")
+        if start != sequence.next_position:
+            raise InvalidRequestError(f"{where}: starts at {start}, {sequence.next_position} is next")
+        if any(not 0 <= position - start < num_tokens for position in samples):
+            raise InvalidRequestError(f"{where}: samples {samples}, not of its tokens")
+        if any(one >= other for one, other in pairwise(samples)):
+            raise InvalidRequestError(f"{where}: samples {samples}, not one after the other")
+        if (repeat > 1 or item.from_ring) and not (num_tokens == 1 and samples == [start]):
             raise InvalidRequestError(f"{where}: only a single sampled row can repeat or come from the ring")
-        if item.HasField("truncate_to"):
-            del sequence.tokens[item.truncate_to :]
-        if not item.from_ring:
-            if len(item.token_ids) != item.num_tokens:
-                raise InvalidRequestError(f"{where}: {len(item.token_ids)} ids for {item.num_tokens} rows")
-            if max(item.token_ids) >= self.vocab_size:
-                raise InvalidRequestError(f"{where}: token id {max(item.token_ids)} of {self.vocab_size}")
-            sequence.set_tokens(item.start_position, item.token_ids)
-        sequence.pending_steps += 1
+        if item.from_ring:
+            if item.token_ids or sequence.drawn_position != start:
+                raise InvalidRequestError(f"{where}: no token for position {start} comes by the ring")
+        elif len(item.token_ids) != num_tokens:
+            raise InvalidRequestError(f"{where}: {len(item.token_ids)} ids for {num_tokens} rows")
+        _check_ids(item.token_ids, self.vocab_size, where)
 
     def step_done(self, step: stage_pb2.Step) -> None:
         for item in step.items:
@@ -134,6 +168,20 @@ class SequenceTable:
     def _forget_if_done(self, sequence_id: int, sequence: Sequence) -> None:
         if sequence.freed and not sequence.pending_steps:
             del self._live[sequence_id]
+
+
+def _check_ids(ids: Collection[int], vocab_size: int, where: str) -> None:
+    if ids and max(ids) >= vocab_size:
+        raise InvalidRequestError(f"{where}: token id {max(ids)} of {vocab_size}")
+
+
+def _check_start(start: stage_pb2.SequenceStart, vocab_size: int, where: str) -> None:
+    _check_ids(start.prior_token_ids, vocab_size, f"{where}: prior tokens")
+    _check_ids([bias.token_id for bias in start.sampling.logit_bias], vocab_size, f"{where}: logit_bias")
+    _check_ids(start.sampling.banned_token_ids, vocab_size, f"{where}: banned tokens")
+    most = min(_MAX_TOP_LOGPROBS, vocab_size)
+    if start.top_logprobs > most:
+        raise InvalidRequestError(f"{where}: top_logprobs is {start.top_logprobs}, at most {most}")
 
 
 def _options(start: stage_pb2.SequenceStart) -> SamplingOptions:

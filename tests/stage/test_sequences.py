@@ -1,4 +1,5 @@
 import pytest
+from google.protobuf.json_format import ParseDict
 
 from common.errors import InvalidRequestError
 from protos import stage_pb2
@@ -16,6 +17,10 @@ def first_step(**changes):
     }  # fmt: skip
     item.update(changes)
     return stage_pb2.Step(step_id=1, repeat=1, items=[stage_pb2.StepItem(**item)])
+
+
+def start(**fields):
+    return ParseDict(fields, stage_pb2.SequenceStart())
 
 
 def decode_step(position, step_id=2, repeat=1, **changes):
@@ -75,6 +80,14 @@ def test_reused_prefix_tokens_are_known():
         ({"token_ids": [1]}, "1 ids for 3 rows"),
         ({"token_ids": [1, 2, 100]}, "token id 100 of 100"),
         ({"sample_positions": [3]}, "not of its tokens"),
+        ({"sample_positions": [2, 2]}, "not one after the other"),
+        ({"sample_positions": [2, 1]}, "not one after the other"),
+        ({"start_position": 1, "sample_positions": [3]}, "starts at 1, 0 is next"),
+        ({"new_blocks": [3] * 9}, "a table of 9 blocks"),
+        ({"start": start(prior_token_ids=[100])}, "prior tokens: token id 100 of 100"),
+        ({"start": start(top_logprobs=21)}, "top_logprobs is 21, at most 20"),
+        ({"start": start(sampling={"logit_bias": [{"token_id": 100}]})}, "logit_bias: token id 100"),
+        ({"start": start(sampling={"banned_token_ids": [100]})}, "banned tokens: token id 100"),
         ({"start": None}, "not here"),
         ({"from_ring": True}, "only a single sampled row"),
     ],
@@ -89,9 +102,54 @@ def test_frees_and_repeats_are_checked():
     with pytest.raises(InvalidRequestError, match="frees sequence 9"):
         sequences.enter(stage_pb2.Step(step_id=1, repeat=1, freed_sequence_ids=[9]))
     with pytest.raises(InvalidRequestError, match="repeat is 0"):
-        sequences.enter(stage_pb2.Step(step_id=1))
+        sequences.enter(stage_pb2.Step(step_id=2))
+    sequences = table()
     sequences.enter(first_step())
     with pytest.raises(InvalidRequestError, match="starts twice"):
-        sequences.enter(first_step())
+        sequences.enter(stage_pb2.Step(step_id=3, repeat=1, items=first_step().items))
     with pytest.raises(InvalidRequestError, match="up to position 7"):
-        sequences.enter(decode_step(3, repeat=4))
+        sequences.enter(decode_step(3, step_id=4, repeat=4))
+
+
+def test_positions_follow_one_another():
+    sequences = table()
+    sequences.enter(first_step(new_blocks=[3, 4, 5]))
+    with pytest.raises(InvalidRequestError, match="starts at 5, 3 is next"):
+        sequences.enter(decode_step(5))
+    sequences.enter(decode_step(3, step_id=3, repeat=4))
+    with pytest.raises(InvalidRequestError, match="starts at 4, 7 is next"):
+        sequences.enter(decode_step(4, step_id=4))
+    with pytest.raises(InvalidRequestError, match="cut at 8, it has 7"):
+        sequences.enter(decode_step(8, step_id=5, truncate_to=8))
+    with pytest.raises(InvalidRequestError, match="no token for position 5 comes"):
+        sequences.enter(decode_step(5, step_id=6, truncate_to=5))
+    again = {"start": None, "start_position": 5, "sample_positions": [7], "new_blocks": []}
+    redone = first_step(**again)
+    redone.step_id = 7
+    sequences.enter(redone)
+    sequences.enter(decode_step(8, step_id=8))
+    assert sequences[1].tokens == [5, 6, 7]  # inside the ring: no drawn token is known
+
+
+def test_a_token_from_the_ring_must_have_been_drawn():
+    sequences = table()
+    sequences.enter(first_step(sample_positions=[1]))
+    with pytest.raises(InvalidRequestError, match="no token for position 3 comes by the ring"):
+        sequences.enter(decode_step(3))
+
+
+def test_step_ids_grow_and_a_step_names_a_sequence_once():
+    sequences = table()
+    sequences.enter(first_step())
+    with pytest.raises(InvalidRequestError, match="came after step 1"):
+        sequences.enter(decode_step(3, step_id=1))
+    double = decode_step(3, step_id=2)
+    double.items.extend(decode_step(4).items)
+    with pytest.raises(InvalidRequestError, match="twice"):
+        sequences.enter(double)
+
+
+def test_top_logprobs_of_a_small_vocabulary():
+    sequences = SequenceTable(num_blocks=8, block_size=4, max_step_tokens=16, vocab_size=10)
+    with pytest.raises(InvalidRequestError, match="at most 10"):
+        sequences.enter(first_step(start=start(top_logprobs=11)))
