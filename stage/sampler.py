@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from common.errors import PipeLLMError
+from common.errors import CorruptDataError
 
 _MASK64 = (1 << 64) - 1
 
@@ -65,9 +65,12 @@ def sample(
     """One token a row. logits: float32 [rows, vocab_size] on the CPU; `histories[i]` holds the tokens before
     row i's position, all of them: its length is the position of the drawn token.
 
-    Raises PipeLLMError when the logits are not numbers (a broken model or kernel)."""
-    if logits.isnan().any():
-        raise PipeLLMError("the model's logits are NaN: its weights or their computation are broken")
+    Raises CorruptDataError when the logits are not numbers (a broken model or kernel)."""
+    if not (logits < torch.inf).all():  # false for NaN too
+        raise CorruptDataError(
+            "the model's logits are not numbers (NaN or infinite): the model file's weights are damaged, or "
+            "were computed wrongly; check the file, and the backend with `pipellm-stage verify`"
+        )
     greedy = torch.argmax(logits, dim=-1).tolist()
     return [
         Drawn(greedy[row]) if chosen.is_plain_greedy else _sample_row(logits[row], chosen, histories[row])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import PipeLLMError
+from common.errors import CorruptDataError
 from stage.sampler import SamplingOptions, sample, uniform
 
 PLAIN = SamplingOptions(
@@ -123,5 +123,6 @@ def test_uniform_is_uniform():
 
 
 def test_logits_that_are_not_numbers_are_an_error():
-    with pytest.raises(PipeLLMError, match="NaN"):
-        draw(PLAIN, logits=torch.tensor([1.0, math.nan]))
+    for value in (math.nan, math.inf):
+        with pytest.raises(CorruptDataError, match="logits are not numbers"):
+            draw(PLAIN, logits=torch.tensor([1.0, value]))
