@@ -15,8 +15,8 @@ from protos import coordinator_pb2, stage_pb2, stage_pb2_grpc
 from stage.config import StageConfig
 
 _SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
-# Execute, an incoming link, a health watch, and short calls beside them.
-_WORKERS = 16
+# Execute streams and incoming links (see stage/service.py), tools' reflection, and short calls beside them.
+_WORKERS = 32
 _GRACE_S = 2.0
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import grpc
@@ -35,6 +35,7 @@ from stage.backends.base import Backend
 from stage.config import StageConfig
 from stage.device import device_info
 from stage.epoch import LoadedEpoch
+from stage.incoming import IncomingStreams
 from stage.links import grpc_link
 from stage.links.connect import connect
 from stage.links.shm_link import ShmListener
@@ -63,6 +64,9 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         self._lock = threading.Lock()  # guards what is loaded
         self._load_lock = threading.Lock()  # held while loading
         self._loaded: LoadedEpoch | None = None
+        # One of each is the rule; a newer epoch's may come while an older one's is ending.
+        self._incoming_links = IncomingStreams("StreamFrames", 4)
+        self._executions = IncomingStreams("Execute", 4)
         self._log = get_logger()
 
     @property
@@ -239,9 +243,11 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         return stage_pb2.AttachLinkResponse(carrier=link.carrier, round_trip_s=link.round_trip_s)
 
     def StreamFrames(
-        self, request_iterator: Iterable[stage_pb2.StreamFramesRequest], context: grpc.ServicerContext
+        self, request_iterator: Iterator[stage_pb2.StreamFramesRequest], context: grpc.ServicerContext
     ) -> Iterator[stage_pb2.StreamFramesResponse]:
-        yield from grpc_link.serve(request_iterator, self._accept_frame)
+        with self._incoming_links.admit(request_iterator, context) as (first, requests):
+            self._epoch(Frame.decode(first.frame).epoch)
+            yield from grpc_link.serve(requests, self._accept_frame)
 
     def _accept_frame(self, frame: Frame) -> None:
         self._epoch(frame.epoch).engine.post_frame(frame)
@@ -249,20 +255,21 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
     def Execute(
         self, request_iterator: Iterator[stage_pb2.ExecuteRequest], context: grpc.ServicerContext
     ) -> Iterator[stage_pb2.ExecuteResponse]:
-        try:
-            first = next(request_iterator)
-        except StopIteration:
-            raise InvalidRequestError("Execute: the stream ended before it named its epoch") from None
-        loaded = self._epoch(first.epoch)
+        with self._executions.admit(request_iterator, context) as (first, requests):
+            yield from self._execute(first.epoch, requests)
+
+    def _execute(
+        self, epoch: int, requests: Iterator[stage_pb2.ExecuteRequest]
+    ) -> Iterator[stage_pb2.ExecuteResponse]:
+        loaded = self._epoch(epoch)
         with self._lock:
             if loaded.executing:
-                raise NotReadyError(f"Execute: epoch {first.epoch} has a stream already")
+                raise NotReadyError(f"Execute: epoch {epoch} has a stream already")
             loaded.executing = True
 
         def take() -> None:
-            loaded.engine.post_steps(list(first.steps))
             try:
-                for request in request_iterator:
+                for request in requests:
                     loaded.engine.post_steps(list(request.steps))
             except grpc.RpcError:
                 pass  # the coordinator is gone; the answering side below sees it too
@@ -280,12 +287,14 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
                     raise reason
         finally:
             # Without its steps an epoch is of no use: a coordinator that comes back loads a new one.
-            self._log.info("epoch_ended", epoch=first.epoch, reason=str(reason))
+            self._log.info("epoch_ended", epoch=epoch, reason=str(reason))
             if self._loaded is loaded:
                 self._drop(reason)
 
     def _open(self, request: stage_pb2.ProfileRequest | stage_pb2.LoadRequest) -> GGUFFile:
         """The model file, if it is the one that the coordinator means. Raises NotReadyError if it is not."""
+        if self._config.model_dir:
+            _check_below(request.model_file)
         own = (Path(directory, request.model_file) for directory in self._config.model_dir)
         path = next((path for path in own if path.exists()), None)
         if path is None and self._config.model_dir:
@@ -301,3 +310,10 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
                 "copy the same file to both"
             )
         return file
+
+
+def _check_below(model_file: str) -> None:
+    """Raises InvalidRequestError for a path that would not lie below the directory it is joined to."""
+    path = PurePosixPath(model_file)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in model_file:
+        raise InvalidRequestError(f"model_file is {model_file!r}, expected is a path below a model directory")

@@ -23,7 +23,7 @@ from common.gguf.reader import GGUFFile
 from common.wire import Frame, FrameKind
 from protos import stage_pb2, stage_pb2_grpc
 from stage import __main__ as daemon
-from stage import profiler
+from stage import incoming, profiler
 from stage.backends.base import Backend
 from stage.backends.reference import ReferenceBackend
 from stage.config import StageConfig
@@ -296,10 +296,14 @@ def stream(server: Server, *frames: bytes) -> list[bytes]:
 def test_frames(server: Server, execute: Callable[[int], Execution]) -> None:
     hidden = Frame(FrameKind.HIDDEN_STATES, 999_999, 1, 0, np.zeros((2, 64), np.float32))
     echo = replace(hidden, kind=FrameKind.ECHO).encode()
-    assert stream(server, echo) == [echo]
-    with refused("FAILED_PRECONDITION", "epoch 999999 was asked for, nothing is loaded"):
-        stream(server, hidden.encode())
+    for frame in (echo, hidden.encode()):
+        with refused("FAILED_PRECONDITION", "epoch 999999 was asked for, nothing is loaded"):
+            stream(server, frame)
     epoch = server.load()
+    own_echo = replace(hidden, kind=FrameKind.ECHO, epoch=epoch).encode()
+    assert stream(server, own_echo) == [own_echo]
+    with refused("INVALID_ARGUMENT", "named its epoch"):
+        stream(server)
     with refused("FAILED_PRECONDITION", "epoch 999999 was asked for"):
         stream(server, hidden.encode())
     with refused("DATA_LOSS", "frame 5 arrived where 0 was due"):
@@ -314,6 +318,38 @@ def test_frames(server: Server, execute: Callable[[int], Execution]) -> None:
     assert stream(server, replace(hidden, epoch=epoch).encode()) == []
     with refused("DATA_LOSS", "hidden states"):
         next(execution.call)
+
+
+def test_idle_streams_leave_workers_for_short_calls(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incoming, "_FIRST_MESSAGE_S", 2.0)
+    end = threading.Event()
+
+    def silent() -> Iterator[Any]:
+        end.wait(TIMEOUT_S)
+        yield from ()
+
+    reflection = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+    calls = [
+        method(silent(), timeout=TIMEOUT_S)
+        for method in (server.stub.StreamFrames, server.stub.Execute)
+        for _ in range(20)
+    ]
+    idle = [reflection.ServerReflectionInfo(silent(), timeout=TIMEOUT_S) for _ in range(20)]
+    try:
+        server.stub.Describe(stage_pb2.DescribeRequest(), timeout=5)
+        started = time.monotonic()
+        codes = []
+        for call in calls:
+            with pytest.raises(grpc.RpcError):
+                next(call)
+            codes.append(call.code().name)
+        assert time.monotonic() - started < 8
+        assert sorted(codes) == ["CANCELLED"] * 8 + ["RESOURCE_EXHAUSTED"] * 32
+        attach(server, server.load())  # the places are free again
+    finally:
+        end.set()
+        for call in (*calls, *idle):
+            call.cancel()
 
 
 # --- Load and Profile ---------------------------------------------------------------------------------------
@@ -352,6 +388,30 @@ def test_only_the_coordinators_file_is_taken(server: Server, method: str, tmp_pa
     if method == "Load":
         call(server.model)
         assert server.epoch() > 0
+
+
+@pytest.mark.parametrize("method", ["Load", "Profile"])
+@pytest.mark.parametrize("model_file", ["../tiny.gguf", "a/../../tiny.gguf", "{}", "", ".", "a\0b"])
+def test_a_stage_opens_files_of_its_own_directories_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, model_file: str
+) -> None:
+    own = server.model.parent / "own"
+    own.mkdir(exist_ok=True)
+    monkeypatch.setattr(server.service, "_config", StageConfig(model_dir=(str(own),), carrier="grpc"))
+    model_file = model_file.format(server.model)
+    with refused("INVALID_ARGUMENT", "model_file is", "below a model directory"):
+        if method == "Profile":
+            server.stub.Profile(stage_pb2.ProfileRequest(model_file=model_file), timeout=TIMEOUT_S)
+        else:
+            server.load(model_file=model_file)
+
+
+def test_a_model_file_may_lie_in_a_folder_of_the_model_directory(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = server.model.parent.parent
+    monkeypatch.setattr(server.service, "_config", StageConfig(model_dir=(str(root),), carrier="grpc"))
+    server.load(model_file=f"{server.model.parent.name}/{server.model.name}", model_path="absent")
 
 
 @pytest.mark.parametrize(
