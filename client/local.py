@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Self
 
 from client.client import Client
 from client.mesh_state import LoadEvent, LoadProgress, Model, Plan
+from client.private_folder import PrivateFolder
 from client.processes import ChildProcess, stop_all
 from common.errors import DeadlineError, PipeLLMError, UnknownModelError
 
@@ -37,7 +36,8 @@ class LocalMesh:
     Entering starts the daemons and loads the model; raises UnknownModelError when there is no such file,
     UnavailableError with a daemon's last words when one ends, DeadlineError when they do not get ready, and
     whatever `Client.load_model` raises. Leaving, for whatever reason, stops all of them. The thread that
-    enters must outlive the mesh.
+    enters must outlive the mesh. Where the process is killed by a signal, its daemons die with it, and their
+    folder is removed when the next mesh starts.
     """
 
     client: Client  # closed with the mesh
@@ -59,7 +59,7 @@ class LocalMesh:
         self._threads = threads or _fair_share(len(self.devices))
         self._on_event = on_event
         self._children: list[ChildProcess] = []
-        self._folder: Path | None = None
+        self._folder: PrivateFolder | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -72,8 +72,8 @@ class LocalMesh:
             raise UnknownModelError(f"{self.model_path}: no such file")
         deadline = time.monotonic() + START_TIMEOUT_S
         self._on_event(LoadProgress("start", 0, 0))
-        self._folder = _private_folder()
-        self._spawn(self._folder)
+        self._folder = PrivateFolder("coordinator.sock", _MAX_SOCKET_PATH_BYTES)
+        self._spawn(self._folder.path)
         try:
             self._wait(lambda: self.client.is_running(timeout_s=1.0), deadline, "the coordinator to listen")
             self._wait(lambda: self._all_registered(deadline), deadline, "the stages to register")
@@ -94,7 +94,8 @@ class LocalMesh:
         finally:
             self._children = []
             if self._folder:
-                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder.remove()
+                self._folder = None
 
     def __enter__(self) -> Self:
         try:
@@ -184,12 +185,3 @@ def gpu_count() -> int:
     names = [name.strip() for name in visible.split(",")]
     usable = names.index("-1") if "-1" in names else len(names)  # CUDA ignores what follows a bad one
     return sum(bool(name) for name in names[:usable])
-
-
-def _private_folder() -> Path:
-    """A new folder that only this user may enter, with a path short enough for sockets in it."""
-    folder = Path(tempfile.mkdtemp(prefix="pipellm-"))
-    if len(os.fsencode(folder / "coordinator.sock")) > _MAX_SOCKET_PATH_BYTES:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="pipellm-", dir="/tmp"))
-    return folder

@@ -147,6 +147,33 @@ def test_however_it_is_ended_nothing_is_left(
     assert number == signal.SIGKILL or folders(tmp) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_next_mesh_removes_what_a_killed_program_left(
+    tmp: Path, tiny_model: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (
+        "import sys, time; from client import LocalMesh\n"
+        "with LocalMesh(sys.argv[1], stages=1, threads=1) as mesh:\n"
+        "    print(*mesh.pids, flush=True); time.sleep(60)\n"
+    )
+    program = start(tmp, "-c", script, str(tiny_model))
+    try:
+        assert program.stdout
+        pids = [int(pid) for pid in program.stdout.readline().split()]
+        left = folders(tmp)
+        assert len(pids) == 2 and len(left) == 1
+        program.send_signal(number)
+        assert program.wait(30) == -number
+    finally:
+        program.kill()
+        program.communicate()
+    assert until(lambda: alive(pids) == [], 10) and folders(tmp) == left
+    monkeypatch.setattr("tempfile.tempdir", str(tmp))
+    with LocalMesh(tiny_model, stages=1, threads=1):
+        assert len(folders(tmp)) == 1 and folders(tmp) != left
+    assert folders(tmp) == []
+
+
 @pytest.mark.slow
 def test_the_demo_shows_plan_answer_and_speed(tmp: Path) -> None:
     if not public_models.find("smollm2"):
