@@ -7,6 +7,8 @@ from common.errors import ConfigError
 from coordinator.config import CoordinatorConfig
 from stage.config import StageConfig
 
+Daemon = type[CoordinatorConfig] | type[StageConfig]
+
 
 @pytest.mark.parametrize(
     ("daemon", "argv", "message"),
@@ -24,16 +26,16 @@ from stage.config import StageConfig
     ],
 )
 def test_a_number_that_cannot_work_is_refused_by_name_and_range(
-    daemon: type[CoordinatorConfig] | type[StageConfig], argv: list[str], message: str
+    daemon: Daemon, argv: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         settings.load(daemon, "", argv, {}).checked()
 
 
-def test_every_number_of_the_daemons_has_a_range() -> None:
-    for daemon in (CoordinatorConfig, StageConfig):
-        for name, field in daemon.__dataclass_fields__.items():
-            if field.type in ("int", "float"):
-                argv = [f"--{name.replace('_', '-')}", "1" + "0" * 300]
-                with pytest.raises(ConfigError, match=f"{name} is .*, expected"):
-                    settings.load(daemon, "", argv, {}).checked()
+@pytest.mark.parametrize("daemon", [CoordinatorConfig, StageConfig])
+def test_every_number_of_a_daemon_has_a_range(daemon: Daemon) -> None:
+    for name, field in daemon.__dataclass_fields__.items():
+        if field.type in ("int", "float"):
+            argv = [f"--{name.replace('_', '-')}", "1" + "0" * 300]
+            with pytest.raises(ConfigError, match=f"{name} is .*, expected"):
+                settings.load(daemon, "", argv, {}).checked()
