@@ -44,12 +44,15 @@ _INTEGERS = {
     "max-tokens": "tokens to generate at most (default: to the context's end)",
 }
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     arguments = make_parser().parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)  # so that a mesh of its own is stopped
+    for number in _ENDING:
+        if number != signal.SIGINT or arguments.command != "chat":  # a chat goes on after Ctrl-C
+            signal.signal(number, _leave)  # so that a mesh of its own is stopped
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack what a model writes
     try:
@@ -92,6 +95,8 @@ def _commands() -> dict[str, Callable[[argparse.Namespace], None]]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
+    for ending in _ENDING:  # a second one (`timeout` sends two) would break into the clean-up
+        signal.signal(ending, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 

@@ -15,7 +15,7 @@ from client.events import Delta, Finished, Started, TokenInfo
 from client.mesh_state import Model, Plan
 from client.requests import SAMPLING_NUMBERS, GenerationOptions
 from client.text_input import argument_text, read_file, read_stdin
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, PipeLLMError
 
 
 def chat(arguments: Namespace) -> None:
@@ -63,13 +63,17 @@ def generate(arguments: Namespace) -> None:
             **options,
         ) as events,
     ):
-        for event in events:
-            if isinstance(event, Started):
-                printer.started(event)
-            elif isinstance(event, Delta):
-                printer.delta(event)
-            else:
-                printer.finished(event)
+        try:
+            for event in events:
+                if isinstance(event, Started):
+                    printer.started(event)
+                elif isinstance(event, Delta):
+                    printer.delta(event)
+                else:
+                    printer.finished(event)
+        except PipeLLMError:
+            printer.broken()
+            raise
 
 
 class _PrintedAnswer:
@@ -96,8 +100,13 @@ class _PrintedAnswer:
             sys.stdout.flush()
 
     def finished(self, event: Finished) -> None:
+        self.broken()
+
+    def broken(self) -> None:
+        """Ends the line, so that what follows (a prompt, an error) has its own."""
         if self._last != "\n":
             sys.stdout.write("\n")
+            sys.stdout.flush()
 
 
 class _JsonAnswer:
@@ -116,6 +125,9 @@ class _JsonAnswer:
         self._text.append(event.text)
         self._ids += event.token_ids
         self._infos += event.tokens
+
+    def broken(self) -> None:
+        """Nothing: half an answer is no JSON."""
 
     def finished(self, event: Finished) -> None:
         self._result |= {"text": "".join(self._text), "token_ids": self._ids}

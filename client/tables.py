@@ -37,8 +37,14 @@ def print_status(status: Status) -> None:
 
 
 def watch_status(states: Iterable[Status]) -> None:
-    """Redraws until the states end or Ctrl-C."""
-    with Live(console=_console(), auto_refresh=False, transient=True) as live:
+    """Redraws until the states end or Ctrl-C; off a terminal, prints one after the other."""
+    console = _console()
+    if not console.is_terminal:
+        for state in states:
+            console.print(_status(state), "")
+            console.file.flush()
+        return
+    with Live(console=console, auto_refresh=False) as live:
         for state in states:
             live.update(_status(state), refresh=True)
 

@@ -10,7 +10,7 @@ import sys
 import sdnotify
 
 from common import log, rpc, settings
-from common.errors import ConfigError, PipeLLMError
+from common.errors import InvalidRequestError, PipeLLMError, UnknownModelError
 from coordinator.config import CoordinatorConfig
 from protos import coordinator_pb2, coordinator_pb2_grpc
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         return asyncio.run(run(config))
     except PipeLLMError as error:
         print(f"pipellm-coordinator: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, InvalidRequestError | UnknownModelError) else 1
 
 
 async def run(config: CoordinatorConfig) -> int:

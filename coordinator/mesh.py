@@ -322,10 +322,10 @@ class Mesh:
             ring = [by_id[window.stage_id] for window in made.windows]
             self._epoch += 1
             epoch = self._epoch
-            report(coordinator_pb2.LoadModelResponse(plan=loading.plan_status(made, epoch, [])))
             await loading.load(made, ring, entry, fingerprint, epoch, self.config, report)
             report(loading.load_progress("link"))
             carriers = await loading.link(ring, epoch)
+            report(coordinator_pb2.LoadModelResponse(plan=loading.plan_status(made, epoch, carriers)))
             report(loading.load_progress("check"))
             served = Served(
                 epoch, entry, info, text, made, ring, carriers, self.config, self.metrics,

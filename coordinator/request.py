@@ -175,6 +175,10 @@ def _check_options(options: coordinator_pb2.GenerationOptions, model: ModelLimit
         raise InvalidRequestError("max_tokens is 0, at least 1 is needed")
     if options.top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequestError(f"top_logprobs is {options.top_logprobs}, at most {MAX_TOP_LOGPROBS}")
+    if options.top_logprobs > model.vocab_size:
+        raise InvalidRequestError(
+            f"top_logprobs is {options.top_logprobs}, the vocabulary has {model.vocab_size} tokens"
+        )
     if options.top_logprobs and not options.logprobs:
         raise InvalidRequestError(f"top_logprobs is {options.top_logprobs}, but logprobs are not asked for")
     if options.stop and model.vocabulary is None:

@@ -116,7 +116,8 @@ class StageServiceServicer:
 
     def StreamFrames(self, request_iterator, context):
         """The link itself: frames as common.wire lays them out, one way; the answers echo self-test frames.
-        DATA_LOSS: a frame that fails its checks. FAILED_PRECONDITION: another epoch.
+        DATA_LOSS: a frame that fails its checks. FAILED_PRECONDITION: another epoch. INVALID_ARGUMENT: the
+        stream ended without a frame. RESOURCE_EXHAUSTED: too many streams. CANCELLED: no frame within 10 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +126,7 @@ class StageServiceServicer:
     def Execute(self, request_iterator, context):
         """The coordinator's steps, in order; results and acknowledgements come back as they happen. The first
         message carries the epoch; one stream an epoch, and the epoch ends with it.
+        RESOURCE_EXHAUSTED, CANCELLED: as StreamFrames.
         FAILED_PRECONDITION: another epoch is loaded, or it has a stream. INVALID_ARGUMENT: a step that contradicts the stage's
         state (unknown sequence, block out of range). DATA_LOSS: link trouble.
         """

@@ -10,7 +10,7 @@ import uuid
 import sdnotify
 
 from common import log, rpc, settings
-from common.errors import ConfigError, PipeLLMError
+from common.errors import InvalidRequestError, PipeLLMError
 from protos import coordinator_pb2, stage_pb2, stage_pb2_grpc
 from stage.config import StageConfig
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         return run(config)
     except PipeLLMError as error:
         print(f"pipellm-stage: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, InvalidRequestError) else 1
 
 
 def run(config: StageConfig) -> int:

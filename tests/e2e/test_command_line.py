@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.e2e.daemons import Mesh
 
 PROMPT = "Once upon a time"
@@ -170,3 +171,22 @@ def test_unload_and_load_again(mesh: Mesh) -> None:
     while not mesh.client.is_ready() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert mesh.client.is_ready()
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.001, 0.005])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_two_signals_at_once_end_it_all_the_same(mesh: Mesh, number: signal.Signals, gap_s: float) -> None:
+    """As `timeout` sends them: the second must not break into the clean-up after the first."""
+    argv = [sys.executable, "-m", "client.cli", "generate", "once", "--ignore-eos"]
+    argv += ["--coordinator", mesh.address]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout
+        program.stdout.read(1)
+        program.send_signal(number)
+        time.sleep(gap_s)
+        program.send_signal(number)
+        try:
+            assert program.wait(15) == 128 + number
+            assert program.stderr and b"Traceback" not in program.stderr.read()
+        finally:
+            program.kill()

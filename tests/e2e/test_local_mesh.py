@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -48,10 +49,10 @@ def start(tmp: Path, *argv: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture
-def tmp(tmp_path: Path) -> Path:
-    folder = tmp_path / "t"
-    folder.mkdir()
-    return folder
+def tmp() -> Iterator[Path]:
+    """A folder for temporary files with a short path: pytest's own can be too long for a socket's."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
 
 
 def test_it_tells_of_its_start_answers_and_is_gone(
