@@ -8,6 +8,8 @@ from typing import Any
 
 import structlog
 
+LEVELS = ("debug", "info", "warning", "error")
+
 
 def configure(level: str, **bound: Any) -> None:
     """Sets up logging for this process; `bound` fields (such as stage_id) stand on every line."""

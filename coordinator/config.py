@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 
-from common import rpc
+from common import log, rpc
 from common.errors import ConfigError
 from common.settings import check_ranges
 
@@ -54,8 +54,8 @@ class CoordinatorConfig:
             if self.metrics_listen.startswith("unix:"):
                 raise ConfigError(f"metrics_listen is {self.metrics_listen}, expected host:port")
         check_ranges(self, _RANGES)
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigError(f"log_level is {self.log_level!r}, expected debug, info, warning or error")
+        if self.log_level not in log.LEVELS:
+            raise ConfigError(f"log_level is {self.log_level!r}, expected one of {', '.join(log.LEVELS)}")
         for directory in self.model_dir:
             if not os.path.isdir(directory):
                 raise ConfigError(f"model_dir {directory!r} is not a directory")

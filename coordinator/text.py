@@ -65,18 +65,25 @@ class ModelText:
                 raise prompt_too_long(f"{len(request.ids.ids)} tokens", context_length)
             ids = list(request.ids.ids)
         else:
-            tokenizer = self.require_tokenizer()
-            num_bytes = len(request.text.encode())
-            if num_bytes > context_length * self._longest_piece:
-                # Plain before it is cut into tokens, which could take long.
-                size = f"{num_bytes} bytes (a token has at most {self._longest_piece})"
-                raise prompt_too_long(size, context_length)
-            ids = tokenizer.encode(
-                request.text, add_special=not request.no_special, parse_special=request.parse_special
-            )
-        if not ids or (not request.text and request.WhichOneof("prompt") != "ids"):
+            ids = self._encode_text_prompt(request, context_length)
+        if not ids:
             raise InvalidRequestError("the prompt is empty; give some text or token ids")
         return ids
+
+    def _encode_text_prompt(
+        self, request: coordinator_pb2.GenerateRequest, context_length: int
+    ) -> list[int]:
+        tokenizer = self.require_tokenizer()
+        if not request.text:
+            return []  # BOS alone, which some models would begin with, is no prompt
+        num_bytes = len(request.text.encode())
+        if num_bytes > context_length * self._longest_piece:
+            # Plain before it is cut into tokens, which could take long.
+            size = f"{num_bytes} bytes (a token has at most {self._longest_piece})"
+            raise prompt_too_long(size, context_length)
+        return tokenizer.encode(
+            request.text, add_special=not request.no_special, parse_special=request.parse_special
+        )
 
     def tokenize(self, request: coordinator_pb2.TokenizeRequest) -> coordinator_pb2.TokenizeResponse:
         tokenizer = self.require_tokenizer()

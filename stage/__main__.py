@@ -13,6 +13,7 @@ from common import log, rpc, settings
 from common.errors import InvalidRequestError, PipeLLMError
 from protos import coordinator_pb2, stage_pb2, stage_pb2_grpc
 from stage.config import StageConfig
+from stage.registration import Registration
 
 _SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 # Execute streams and incoming links (see stage/service.py), tools' reflection, and short calls beside them.
@@ -55,8 +56,6 @@ def run(config: StageConfig) -> int:
     stage_pb2_grpc.add_StageServiceServicer_to_server(service, server)
     server.start()
     logger.info("listening", address=address, device=service.device.name, backend=service.device.backend)
-
-    from stage.registration import Registration
 
     def registered() -> None:
         health.set("", rpc.serving(True))

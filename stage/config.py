@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, field, replace
 
-from common import rpc
+from common import log, rpc
 from common.errors import ConfigError
 from common.settings import check_ranges
 
@@ -13,7 +13,6 @@ BACKENDS = ("auto", "reference", "cpu", "cuda")
 CARRIERS = ("auto", "shm", "grpc")
 ACCURACIES = ("fast", "exact")
 KV_DTYPES = ("f16", "q8_0")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 _RANGES = {"threads": (0, 4096), "memory": (0, 2**63 - 1)}
 
 
@@ -51,7 +50,7 @@ class StageConfig:
             raise ConfigError(f"listen is {self.listen}: say with --advertise where others dial this stage")
         for name, known in (
             ("backend", BACKENDS), ("accuracy", ACCURACIES), ("kv_dtype", KV_DTYPES),
-            ("carrier", CARRIERS), ("log_level", LOG_LEVELS),
+            ("carrier", CARRIERS), ("log_level", log.LEVELS),
         ):  # fmt: skip
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
