@@ -140,10 +140,7 @@ class WeightLoader:
         fusible = gate.ggml_type == up.ggml_type and size % 8 == 0 and not (spec.gate.bias or spec.up.bias)
         if not fusible:
             return self._stacked((spec.gate, spec.up), raw)
-        both = torch.stack(
-            [self._uploader.bytes(one).unflatten(-2, (size // 8, 8)) for one in (gate, up)], dim=-3
-        ).flatten(-4, -2)
-        matrix = self._pack(both, gate, spec.gate.in_features)
+        matrix = self._matrix((gate, up), spec.gate.in_features, interleaved=True)
         segment = Segment(matrix, 0, None)
         return Linear((segment,), spec.gate.in_features, 2 * size, gated=spec.activation)
 
@@ -157,8 +154,7 @@ class WeightLoader:
             while j < len(parts) and raw[parts[j].weight].ggml_type == tensor.ggml_type:
                 j += 1
             run = parts[i:j]
-            data = torch.cat([self._uploader.bytes(raw[part.weight]) for part in run], dim=-2)
-            matrix = self._pack(data, tensor, run[0].in_features)
+            matrix = self._matrix([raw[part.weight] for part in run], run[0].in_features, interleaved=False)
             bias = None
             if any(part.bias for part in run):
                 bias = torch.cat(
@@ -173,6 +169,15 @@ class WeightLoader:
             start += sum(part.out_features for part in run)
             i = j
         return Linear(tuple(segments), parts[0].in_features, start)
+
+    def _matrix(self, parts: Sequence[RawTensor], columns: int, interleaved: bool) -> PackedMatrix:
+        """Matrices of one type one above the other, or two that take turns by 8 rows."""
+        raw = [self._uploader.bytes(part) for part in parts]
+        if interleaved:
+            data = torch.stack([one.unflatten(-2, (-1, 8)) for one in raw], dim=-3).flatten(-4, -2)
+        else:
+            data = torch.cat(raw, dim=-2)
+        return self._pack(data, parts[0], columns)
 
     def _shared(self, tensor: RawTensor) -> PackedMatrix:
         key = (tensor.data.ctypes.data, tensor.data.nbytes)

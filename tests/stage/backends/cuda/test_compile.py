@@ -39,6 +39,7 @@ def kernels(everything: bool) -> list[KernelName]:
         KernelName("experts.cu", "router"),
         KernelName("experts.cu", "combine"),
         KernelName("sample.cu", "greedy"),
+        *(KernelName("repack.cu", f"repack<{bits}>") for bits in (1, 2, 4, 8)),
     ]
     for head in HEADS if everything else (128, 256):
         names.append(KernelName("attention.cu", f"attention_prefill<{head}>"))
