@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from protos import coordinator_pb2 as pb
+from protos import model_pb2
 
 T = TypeVar("T")
 
@@ -49,6 +50,23 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Telemetry:
+    """A GPU at this moment, other processes included; None where it does not tell. `utilization` is the share
+    of time in which a kernel ran, `throttle_reasons` why clocks are held down, in words."""
+
+    memory_total_bytes: int
+    memory_used_bytes: int
+    memory_free_bytes: int
+    power_w: float | None
+    power_limit_w: float | None
+    sm_clock_mhz: int | None
+    memory_clock_mhz: int | None
+    temperature_c: int | None
+    utilization: float | None
+    throttle_reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Stage:
     """A registered stage; `state` is "idle", "loading", "serving" or "lost"."""
 
@@ -66,6 +84,7 @@ class Stage:
     busy_fraction: float
     detail: str
     kv_blocks_free: int
+    telemetry: Telemetry | None  # of a GPU that answers
 
 
 @dataclass(frozen=True)
@@ -160,7 +179,14 @@ def load_event_from_proto(response: pb.LoadModelResponse) -> LoadEvent | None:
 
 def _stage_from_proto(message: pb.StageStatus) -> Stage:
     state = _STATES.get(message.state, "unknown")
-    return _copy(Stage, message, state=state, device=_copy(Device, message.device))
+    telemetry = _telemetry_from_proto(message.telemetry) if message.HasField("telemetry") else None
+    return _copy(Stage, message, state=state, device=_copy(Device, message.device), telemetry=telemetry)
+
+
+def _telemetry_from_proto(message: model_pb2.GpuTelemetry) -> Telemetry:
+    optional = (field.name for field in message.DESCRIPTOR.fields if field.has_presence)
+    absent = {name: None for name in optional if not message.HasField(name)}
+    return _copy(Telemetry, message, throttle_reasons=tuple(message.throttle_reasons), **absent)
 
 
 _STATES = {

@@ -91,7 +91,10 @@ def _status(status: Status) -> RenderableType:
     facts.add_row("KV blocks", f"{used} of {status.kv_blocks_total} in use")
     facts.add_row("so far", f"{status.requests_finished} requests, {status.tokens_generated} tokens")
     facts.add_row("version", f"{status.version}, up {_duration(status.uptime_s)}")
-    return Group(facts, "", _stage_table(status.stages) if status.stages else "no stages")
+    parts: list[RenderableType] = [facts, "", _stage_table(status.stages) if status.stages else "no stages"]
+    if any(stage.telemetry for stage in status.stages):
+        parts += ["", _telemetry_table(status.stages)]
+    return Group(*parts)
 
 
 def _stage_table(stages: Iterable[Stage]) -> Table:
@@ -113,6 +116,30 @@ def _stage_table(stages: Iterable[Stage]) -> Table:
             f"{stage.busy_fraction:.0%}",
             Text(f"{stage.device.name or stage.device.kind} ({stage.device.hostname})"),
             Text(stage.device.backend),
+        )
+    return table
+
+
+def _telemetry_table(stages: Iterable[Stage]) -> Table:
+    table = _table(
+        "stage", ">GPU memory used", ">free", ">load", ">power", ">SM clock", ">memory clock", ">at",
+        "slowed by",
+    )  # fmt: skip
+    for stage in stages:
+        gpu = stage.telemetry
+        if gpu is None:
+            continue
+        limit = f" of {gpu.power_limit_w:.0f}" if gpu.power_limit_w is not None else ""
+        table.add_row(
+            Text(stage.stage_id),
+            f"{_bytes(gpu.memory_used_bytes)} of {_bytes(gpu.memory_total_bytes)}",
+            _bytes(gpu.memory_free_bytes),
+            "-" if gpu.utilization is None else f"{gpu.utilization:.0%}",
+            "-" if gpu.power_w is None else f"{gpu.power_w:.0f}{limit} W",
+            "-" if gpu.sm_clock_mhz is None else f"{gpu.sm_clock_mhz} MHz",
+            "-" if gpu.memory_clock_mhz is None else f"{gpu.memory_clock_mhz} MHz",
+            "-" if gpu.temperature_c is None else f"{gpu.temperature_c} °C",
+            Text(", ".join(gpu.throttle_reasons) or "nothing"),
         )
     return table
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
 
@@ -17,6 +16,7 @@ from protos import coordinator_pb2, coordinator_pb2_grpc
 _SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
 _GRACE_S = 1.0
 _HEALTH_CHECK_S = 0.2
+_STAGE_METRICS_S = 5.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,19 +54,21 @@ async def run(config: CoordinatorConfig) -> int:
     await server.start()
     mesh.start()
     await health.set("", rpc.serving(True))
-    watch = asyncio.create_task(_report_health(mesh, health))
+    tasks = [asyncio.create_task(_report_health(mesh, health), name="health")]
+    if config.metrics_listen:
+        tasks.append(asyncio.create_task(_report_stages(mesh), name="stage-metrics"))
     logger.info("listening", address=address, model=config.model or None)
     sdnotify.SystemdNotifier().notify("READY=1")
 
     await stop.wait()
     logger.info("stopping")
     sdnotify.SystemdNotifier().notify("STOPPING=1")
-    watch.cancel()
+    for task in tasks:
+        task.cancel()
     await health.enter_graceful_shutdown()
     await mesh.stop()
     await server.stop(_GRACE_S)
-    with contextlib.suppress(asyncio.CancelledError):
-        await watch
+    await asyncio.gather(*tasks, return_exceptions=True)
     return 0
 
 
@@ -79,6 +81,16 @@ async def _report_health(mesh: object, health: object) -> None:
             ready = now
             await health.set(_SERVICE, rpc.serving(ready))  # type: ignore[attr-defined]
         await asyncio.sleep(_HEALTH_CHECK_S)
+
+
+async def _report_stages(mesh: object) -> None:
+    """Prometheus may scrape at any moment, and is told what the stages said last."""
+    from coordinator.status import mesh_status
+
+    while True:
+        status = await mesh_status(mesh)  # type: ignore[arg-type]
+        mesh.metrics.stages.show(status.stages)  # type: ignore[attr-defined]
+        await asyncio.sleep(_STAGE_METRICS_S)
 
 
 if __name__ == "__main__":

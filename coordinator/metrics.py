@@ -9,6 +9,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from common.errors import ConfigError
+from coordinator.stage_metrics import StageMetrics
 
 _WINDOW_S = 10.0
 
@@ -38,6 +39,8 @@ class Rate:
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.stages = StageMetrics()
+        self.registry.register(self.stages)
         self.prefill = Rate()
         self.decode = Rate()
         self.requests_finished = 0

@@ -95,3 +95,5 @@ def _add_stage(
     stage.page_cache_bytes = description.page_cache_bytes
     stage.busy_fraction = description.busy_fraction
     stage.kv_blocks_free = description.num_kv_blocks - description.kv_blocks_in_use
+    if description.HasField("telemetry"):
+        stage.telemetry.CopyFrom(description.telemetry)

@@ -109,3 +109,27 @@ class DeviceInfo(_message.Message):
     hostname: str
     boot_id: str
     def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., uuid: _Optional[str] = ..., memory_total_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., hostname: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
+
+class GpuTelemetry(_message.Message):
+    __slots__ = ("memory_total_bytes", "memory_used_bytes", "memory_free_bytes", "power_w", "power_limit_w", "sm_clock_mhz", "memory_clock_mhz", "temperature_c", "utilization", "throttle_reasons")
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POWER_W_FIELD_NUMBER: _ClassVar[int]
+    POWER_LIMIT_W_FIELD_NUMBER: _ClassVar[int]
+    SM_CLOCK_MHZ_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_CLOCK_MHZ_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_C_FIELD_NUMBER: _ClassVar[int]
+    UTILIZATION_FIELD_NUMBER: _ClassVar[int]
+    THROTTLE_REASONS_FIELD_NUMBER: _ClassVar[int]
+    memory_total_bytes: int
+    memory_used_bytes: int
+    memory_free_bytes: int
+    power_w: float
+    power_limit_w: float
+    sm_clock_mhz: int
+    memory_clock_mhz: int
+    temperature_c: int
+    utilization: float
+    throttle_reasons: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, memory_total_bytes: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ..., power_w: _Optional[float] = ..., power_limit_w: _Optional[float] = ..., sm_clock_mhz: _Optional[int] = ..., memory_clock_mhz: _Optional[int] = ..., temperature_c: _Optional[int] = ..., utilization: _Optional[float] = ..., throttle_reasons: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -41,6 +41,7 @@ from stage.links.connect import connect
 from stage.links.shm_link import ShmListener
 from stage.model.registry import build_spec
 from stage.runner import Runner
+from stage.telemetry import GpuTelemetry
 
 _LOAD_WAIT_S = 5.0
 _POLL_S = 0.5  # how often a waiting stream looks whether its caller is still there
@@ -60,6 +61,7 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         self._instance_id = instance_id
         self._make_backend = make_backend
         self._device = device_info(make_backend())
+        self._telemetry = GpuTelemetry(self._device.uuid)
         self._shm = ShmListener(instance_id, self._accept_frame)
         self._lock = threading.Lock()  # guards what is loaded
         self._load_lock = threading.Lock()  # held while loading
@@ -103,6 +105,7 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
             device=self._device,
             resident_bytes=memory.rss,
             page_cache_bytes=memory.shared,
+            telemetry=self._telemetry.read(),
         )
         loaded = self._loaded
         if loaded is not None:
