@@ -44,6 +44,11 @@ class UnavailableError(PipeLLMError):
     """A stage was lost, the daemon drains, or nothing serves yet. Trying again later is right."""
 
 
+class DeviceLostError(UnavailableError):
+    """A GPU's context is broken (an illegal access, a lost device, no memory within a step): nothing that this
+    process computes from here on can be trusted, so it ends, and its supervisor starts it anew."""
+
+
 class UnsupportedModelError(PipeLLMError):
     """An architecture, hyperparameter, quantisation or tokenizer that this build does not implement."""
 

@@ -35,6 +35,7 @@ class StageConfig:
         default="fast", metadata={"help": "CPU: fast (8-bit activations in prefill) or exact (16-bit)"}
     )
     kv_dtype: str = field(default="f16", metadata={"help": "CPU: KV cache in f16 or q8_0"})
+    graphs: bool = field(default=True, metadata={"help": "GPU: replay decode steps as CUDA graphs"})
     carrier: str = field(
         default="auto", metadata={"help": "link to the next stage: shm (one host), grpc, or auto (the best)"}
     )

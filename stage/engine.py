@@ -7,15 +7,20 @@ acknowledgements through `on_response`.
 A stage with the embedding runs a step when the tokens of all its rows are known; any other when the frame
 with its hidden states is there. Within a group steps run in the order of issue; between groups whatever is
 ready runs, taken in turn, so that one group's wait for the ring is another's time to compute.
+
+Where the whole model is here and its backend decodes by itself (`Decoder`), decode steps are only issued: the
+device feeds each drawn token to the next iteration, a second thread waits for the tokens, and they come back
+through the engine's inbox like everything else. A step whose sequences are all freed is not computed.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +30,12 @@ from common.errors import CorruptDataError, PipeLLMError
 from common.log import get_logger
 from common.wire import Frame, FrameKind
 from protos import model_pb2, stage_pb2
-from stage import sampler
-from stage.backends.base import make_batch
+from stage.backends.base import Decoder, DecodeRow, make_batch
+from stage.draws import DrawReader
+from stage.faults import device_fault
 from stage.links.base import Link
 from stage.runner import Runner
+from stage.sampler import Drawn, SamplingOptions
 from stage.sequences import SequenceTable
 
 # Hidden states that may wait for their step's description; a coordinator has far fewer steps under way.
@@ -70,6 +77,8 @@ class Engine:
         self._undrawn: dict[int, _Work] = {}  # first stage: steps whose drawn tokens are to come by the ring
         self._busy_s = 0.0
         self._reported = (time.monotonic(), 0.0)
+        self._computes_alone = runner.has_embedding and runner.has_head
+        self._draws = DrawReader(self._inbox.put, self.post_failure)
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
@@ -84,21 +93,22 @@ class Engine:
     def post_frame(self, frame: Frame) -> None:
         self._inbox.put(lambda: self._take_frame(frame))
 
-    def post_failure(self, error: PipeLLMError) -> None:
+    def post_failure(self, error: Exception) -> None:
         def fail() -> None:
             raise error
 
         self._inbox.put(fail)
 
     def close(self) -> None:
-        """Ends the thread after the forward it is in. Idempotent."""
+        """Ends the threads after the forward they are in. Idempotent."""
         self._inbox.put(None)
+        self._draws.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def busy_fraction(self) -> float:
         """Share of the time since the last call that was spent computing."""
-        now, busy = time.monotonic(), self._busy_s
+        now, busy = time.monotonic(), self._busy_s + self._draws.busy_s
         (then, before), self._reported = self._reported, (now, busy)
         return (busy - before) / max(now - then, 1e-9)
 
@@ -109,9 +119,11 @@ class Engine:
             with torch.inference_mode():
                 while self._turn():
                     pass
-        except PipeLLMError as error:
-            self._on_failure(error)
         except Exception as error:
+            known = device_fault(error) or error
+            if isinstance(known, PipeLLMError):
+                self._on_failure(known)
+                return
             self._log.error("engine_failed", exc_info=error)
             self._on_failure(PipeLLMError(f"the stage's engine failed: {type(error).__name__}: {error}"))
 
@@ -188,15 +200,33 @@ class Engine:
         return None
 
     def _is_ready(self, work: _Work) -> bool:
+        step = work.step
         if not self._runner.has_embedding:
-            return (work.step.step_id, work.repeat) in self._frames
-        return all(
+            return (step.step_id, work.repeat) in self._frames
+        known = all(
             len(self.sequences[item.sequence_id].tokens)
             >= item.start_position + item.num_tokens + work.repeat
-            for item in work.step.items
+            for item in step.items
         )
+        if known or self._is_overrun(step):
+            return True
+        decoder = self._decoder_for(step)
+        return decoder is not None and decoder.continues(self._decode_rows(work))
+
+    def _is_overrun(self, step: stage_pb2.Step) -> bool:
+        """Nobody waits for what the step computes. In a ring the others would wait for its frames."""
+        return self._computes_alone and all(self.sequences[item.sequence_id].freed for item in step.items)
 
     def _run(self, work: _Work) -> None:
+        if self._is_overrun(work.step):
+            self._end(work.step, queued=True)
+            self._respond([], work.step.step_id)
+        elif (decoder := self._decoder_for(work.step)) is not None:
+            self._issue(work, decoder)
+        else:
+            self._compute(work)
+
+    def _compute(self, work: _Work) -> None:
         started = time.monotonic()
         step, repeat = work.step, work.repeat
         hidden_states = self._forward(work)
@@ -208,11 +238,61 @@ class Engine:
         done = work.repeat == step.repeat
         result = self._draw(step, repeat, hidden_states) if self._runner.has_head else None
         if done:
-            self._groups[step.group].popleft()
-            self.sequences.step_done(step)
+            self._end(step, queued=True)
         self._busy_s += time.monotonic() - started
         if done or result is not None:
-            self._respond(result, step.step_id if done else None)
+            self._respond([result] if result is not None else [], step.step_id if done else None)
+
+    def _end(self, step: stage_pb2.Step, queued: bool) -> None:
+        if queued:
+            self._groups[step.group].popleft()
+        self.sequences.step_done(step)
+
+    # --- decoding ahead of the host ------------------------------------------------------------------------
+
+    def _decoder_for(self, step: stage_pb2.Step) -> Decoder | None:
+        decoder = self._runner.decoder
+        if decoder is None or len(step.items) > decoder.max_rows:
+            return None
+        single = all(item.num_tokens == 1 and len(item.sample_positions) == 1 for item in step.items)
+        return decoder if single else None
+
+    def _decode_rows(self, work: _Work) -> list[DecodeRow]:
+        rows = []
+        for item in work.step.items:
+            sequence = self.sequences[item.sequence_id]
+            rows.append(
+                DecodeRow(
+                    sequence_id=item.sequence_id,
+                    position=item.start_position + work.repeat,
+                    tokens=sequence.tokens,
+                    block_table=sequence.block_table,
+                    options=sequence.options,
+                )
+            )
+        return rows
+
+    def _issue(self, work: _Work, decoder: Decoder) -> None:
+        step, repeat = work.step, work.repeat
+        count = min(step.repeat - repeat, decoder.max_repeat)
+        draws = decoder.issue(self._decode_rows(work), count)
+        work.repeat += count
+        if work.repeat == step.repeat:
+            self._groups[step.group].popleft()
+        self._draws.put(draws, functools.partial(self._take_draws, step, repeat))
+
+    def _take_draws(self, step: stage_pb2.Step, first: int, drawn: list[list[Drawn]]) -> None:
+        results = []
+        for repeat, row in enumerate(drawn, first):
+            self._enter_drawn(step, repeat, [one.token_id for one in row])
+            places = [(item.sequence_id, item.start_position + repeat + 1) for item in step.items]
+            results.append(_result(step, repeat, places, row))
+        done = first + len(drawn) == step.repeat
+        if done:
+            self._end(step, queued=False)
+        self._respond(results, step.step_id if done else None)
+
+    # --- one forward at a time -----------------------------------------------------------------------------
 
     def _forward(self, work: _Work) -> torch.Tensor:
         placed = []
@@ -239,7 +319,7 @@ class Engine:
     ) -> stage_pb2.StepResult | None:
         """Draws a token after each position the step samples; enters, relays and reports them."""
         rows: list[int] = []
-        options: list[sampler.SamplingOptions] = []
+        options: list[SamplingOptions] = []
         histories: list[list[int]] = []
         places: list[tuple[int, int]] = []  # sequence, position of the drawn token
         row = 0
@@ -255,34 +335,37 @@ class Engine:
             row += item.num_tokens
         if not rows:
             return None
-        logits = self._runner.logits(hidden_states, np.asarray(rows)).cpu()
-        drawn = sampler.sample(logits, options, histories)
+        drawn = self._runner.sample(hidden_states, np.asarray(rows), options, histories)
         tokens = [one.token_id for one in drawn]
         self._enter_drawn(step, repeat, tokens)
         if not self._runner.has_embedding:
             self._send(FrameKind.TOKENS, step, repeat, np.asarray(tokens, dtype=np.int32)[:, None])
-        result = stage_pb2.StepResult(step_id=step.step_id, repeat=repeat)
-        for (sequence_id, position), one in zip(places, drawn, strict=True):
-            result.tokens.add(
-                sequence_id=sequence_id,
-                position=position,
-                token_id=one.token_id,
-                logprob=one.logprob,
-                top=[model_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in one.top],
-            )
-        return result
+        return _result(step, repeat, places, drawn)
 
     def _send(self, kind: FrameKind, step: stage_pb2.Step, repeat: int, payload: np.ndarray) -> None:
         if self._next_link is None:
             raise PipeLLMError("a step came before the link to the next stage was attached")
         self._next_link.send(Frame(kind, self.epoch, step.step_id, repeat, payload))
 
-    def _respond(
-        self, result: stage_pb2.StepResult | None = None, acknowledged: int | None = None
-    ) -> None:
+    def _respond(self, results: Sequence[stage_pb2.StepResult] = (), acknowledged: int | None = None) -> None:
         self._on_response(
             stage_pb2.ExecuteResponse(
-                results=() if result is None else (result,),
-                acknowledged_steps=() if acknowledged is None else (acknowledged,),
+                results=results, acknowledged_steps=() if acknowledged is None else (acknowledged,)
             )
         )
+
+
+def _result(
+    step: stage_pb2.Step, repeat: int, places: Sequence[tuple[int, int]], drawn: Sequence[Drawn]
+) -> stage_pb2.StepResult:
+    """One iteration's tokens; `places`: the sequence and position of each."""
+    result = stage_pb2.StepResult(step_id=step.step_id, repeat=repeat)
+    for (sequence_id, position), one in zip(places, drawn, strict=True):
+        result.tokens.add(
+            sequence_id=sequence_id,
+            position=position,
+            token_id=one.token_id,
+            logprob=one.logprob,
+            top=[model_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in one.top],
+        )
+    return result

@@ -15,8 +15,9 @@ import torch
 
 from common.errors import CancelledError, InvalidRequestError, NotReadyError, OutOfCapacityError
 from common.gguf.reader import GGUFFile
-from stage.backends.base import Backend, Batch, KvCache, RawTensors
+from stage.backends.base import Backend, Batch, Decoder, KvCache, RawTensors, Replayer
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, SpecPart, tensor_refs
+from stage.sampler import Drawn, SamplingOptions
 from stage.weights.loader import raw_tensors
 
 
@@ -49,6 +50,18 @@ class Runner:
         self._layers = layers
         self._head = head
         self._kv: KvCache | None = kv
+        max_context = min(spec.context_length, kv.num_blocks * kv.block_size)
+        self._decoder: Decoder | None = None
+        self._replayer: Replayer | None = None
+        if self.has_embedding and self.has_head:
+            self._decoder = backend.decoder(embedding, layers, head, kv, max_context)
+        else:
+            self._replayer = backend.replayer(embedding, layers, kv, max_context)
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """Decodes ahead of the host, where this runner holds the whole model and its backend can."""
+        return self._decoder
 
     @property
     def kv(self) -> KvCache:
@@ -119,6 +132,8 @@ class Runner:
         shape = (batch.num_rows,) if self.has_embedding else (batch.num_rows, self._spec.hidden_size)
         if tuple(inputs.shape) != shape:
             raise InvalidRequestError(f"forward: inputs of shape {tuple(inputs.shape)}, expected is {shape}")
+        if self._replayer is not None and self._replayer.takes(batch):
+            return self._replayer.run(batch, inputs)
         if isinstance(inputs, np.ndarray):
             hidden_states = self._backend.embed(self._embedding, inputs)
         else:
@@ -131,8 +146,19 @@ class Runner:
         """Logits of the named rows: [rows, hidden_size] and int [n] -> float32 [n, vocab_size]."""
         return self._backend.logits(self._head, hidden_states[torch.from_numpy(rows)])
 
+    def sample(
+        self,
+        hidden_states: torch.Tensor,
+        rows: np.ndarray,
+        options: Sequence[SamplingOptions],
+        histories: Sequence[Sequence[int]],
+    ) -> list[Drawn]:
+        """A token after each of the named rows; `histories[i]` holds all tokens up to row i's own."""
+        return self._backend.sample(self.logits(hidden_states, rows), options, histories)
+
     def close(self) -> None:
         """Lets go of all memory; the runner is not used again (`NotReadyError`). Idempotent."""
+        self._decoder = self._replayer = None
         self._embedding = self._head = self._kv = None
         self._layers = ()
         self._backend.close()

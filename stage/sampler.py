@@ -15,6 +15,11 @@ import torch
 
 from common.errors import CorruptDataError
 
+NOT_NUMBERS = (
+    "the model's logits are not numbers (NaN or infinite): the model file's weights are damaged, or were "
+    "computed wrongly; check the file, and the backend with `pipellm-stage verify`"
+)
+
 _MASK64 = (1 << 64) - 1
 
 
@@ -67,10 +72,7 @@ def sample(
 
     Raises CorruptDataError when the logits are not numbers (a broken model or kernel)."""
     if not (logits < torch.inf).all():  # false for NaN too
-        raise CorruptDataError(
-            "the model's logits are not numbers (NaN or infinite): the model file's weights are damaged, or "
-            "were computed wrongly; check the file, and the backend with `pipellm-stage verify`"
-        )
+        raise CorruptDataError(NOT_NUMBERS)
     greedy = torch.argmax(logits, dim=-1).tolist()
     return [
         Drawn(greedy[row]) if chosen.is_plain_greedy else _sample_row(logits[row], chosen, histories[row])

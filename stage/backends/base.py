@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, SpecPart, TensorRef
+from stage.sampler import Drawn, SamplingOptions, sample
 from stage.weights.quants import RawTensor
 
 RawTensors = Mapping[TensorRef, RawTensor]
@@ -64,6 +65,52 @@ def make_batch(sequences: Sequence[tuple[int, int, np.ndarray]], block_size: int
     return Batch(tuple(placed), np.concatenate(positions), np.concatenate(slots))
 
 
+@dataclass(frozen=True)
+class DecodeRow:
+    """A sequence that decodes: its next row, and what drawing after it takes."""
+
+    sequence_id: int
+    position: int  # of the row
+    tokens: Sequence[
+        int
+    ]  # by position, up to the row's own; shorter where the last were drawn and not yet read
+    block_table: np.ndarray  # int32 [blocks]; covers the row, and those that follow it in the same call
+    options: SamplingOptions
+
+
+class PendingDraws(Protocol):
+    """Tokens being drawn."""
+
+    def wait(self) -> list[list[Drawn]]:
+        """[iterations][rows]. Blocks until they are there; raises what went wrong on the device."""
+
+
+class Decoder(Protocol):
+    """Decodes on the device by itself, each drawn token feeding the next iteration. For a stage that holds
+    the whole model; called by one thread."""
+
+    max_rows: int
+    max_repeat: int
+
+    def continues(self, rows: Sequence[DecodeRow]) -> bool:
+        """Whether these are the rows of the last `issue`, one iteration on: then the device knows their
+        tokens, and the host need not."""
+
+    def issue(self, rows: Sequence[DecodeRow], repeat: int) -> PendingDraws:
+        """Issues `repeat` iterations and does not wait. Rows that do not continue must have all their
+        tokens."""
+
+
+class Replayer(Protocol):
+    """Replays the decode forward of a part of the model."""
+
+    def takes(self, batch: Batch) -> bool: ...
+
+    def run(self, batch: Batch, inputs: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """Token ids int32 [rows] or hidden states float32 [rows, hidden_size] -> float32 [rows, hidden_size],
+        the caller's own; as embedding and layers one by one."""
+
+
 class KvCache(Protocol):
     """Paged keys and values of the layers a stage holds; block numbers mean the same on every stage."""
 
@@ -110,5 +157,41 @@ class Backend(Protocol):
     def logits(self, head: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         """Final norm and output projection: float32 [n, hidden_size] -> float32 [n, vocab_size]."""
 
+    def sample(
+        self,
+        logits: torch.Tensor,
+        options: Sequence[SamplingOptions],
+        histories: Sequence[Sequence[int]],
+    ) -> list[Drawn]:
+        """`stage.sampler.sample`, where the logits lie. They may be overwritten."""
+
+    def decoder(
+        self, embedding: Any, layers: Sequence[Any], head: Any, kv: Any, max_context: int
+    ) -> Decoder | None:
+        """For a whole model, if this backend decodes without the host."""
+
+    def replayer(
+        self, embedding: Any | None, layers: Sequence[Any], kv: Any, max_context: int
+    ) -> Replayer | None:
+        """For a part of a model, if this backend has a faster way than layer by layer."""
+
     def close(self) -> None:
         """Frees device memory and threads; the backend is not used again."""
+
+
+class HostSampling:
+    """For backends whose logits lie in the host's memory, and whose steps need the host anyway."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        options: Sequence[SamplingOptions],
+        histories: Sequence[Sequence[int]],
+    ) -> list[Drawn]:
+        return sample(logits, options, histories)
+
+    def decoder(self, embedding: Any, layers: Sequence[Any], head: Any, kv: Any, max_context: int) -> None:
+        return None
+
+    def replayer(self, embedding: Any | None, layers: Sequence[Any], kv: Any, max_context: int) -> None:
+        return None

@@ -23,7 +23,7 @@ def backend_factory(config: StageConfig) -> Callable[[], Backend]:
     if (name == "cuda") != (device.type == "cuda"):
         raise ConfigError(f"backend {name!r} does not run on device {str(device)!r}")
     if name == "cuda":
-        return lambda: _cuda(device)
+        return lambda: _cuda(device, config)
     if name == "cpu":
         return lambda: _cpu(config)
     return lambda: _reference(config)
@@ -69,10 +69,10 @@ def _best_backend(device: torch.device) -> str:
     return "reference"
 
 
-def _cuda(device: torch.device) -> Backend:
+def _cuda(device: torch.device, config: StageConfig) -> Backend:
     from stage.backends.cuda.backend import CudaBackend
 
-    return CudaBackend(device)
+    return CudaBackend(device, config.graphs)
 
 
 def _cpu(config: StageConfig) -> Backend:

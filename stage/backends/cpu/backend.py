@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError, InvalidRequestError, OutOfCapacityError, UnsupportedModelError
-from stage.backends.base import Batch, RawTensors
+from stage.backends.base import Batch, HostSampling, RawTensors
 from stage.backends.cpu import abi
 from stage.backends.cpu.cores import usable_cores
 from stage.backends.cpu.kv_cache import CpuKvCache, bytes_per_token, check_kv_dtype
@@ -52,7 +52,7 @@ class Embedding:
     scale: float
 
 
-class CpuBackend:
+class CpuBackend(HostSampling):
     """Native kernels on the weights as they lie in the mapped file.
 
     `threads`: None or 0 for one a physical core available to the process. `accuracy`: "exact" multiplies by

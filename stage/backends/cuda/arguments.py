@@ -35,6 +35,8 @@ class LinearArgs(ctypes.Structure):
         ("next_weight", c_void_p),
         ("next_x", c_void_p),
         ("next_stride", c_int),
+        ("ahead", c_void_p),
+        ("ahead_bytes", c_uint64),
         ("partial", c_void_p),
         ("arrived", c_void_p),
     ]
@@ -96,8 +98,8 @@ class GatedArgs(ctypes.Structure):
         ("x_stride", c_int),
         ("out_stride", c_int),
         ("activation", c_int),
-        ("interleaved", c_int),
         ("up_start", c_int),
+        ("factor", c_float),
     ]
 
 
@@ -158,12 +160,29 @@ class GreedyArgs(ctypes.Structure):
         ("logits", c_void_p),
         ("tokens", c_void_p),
         ("positions", c_void_p),
-        ("history", c_void_p),
+        ("records", c_void_p),
         ("step", c_void_p),
         ("partial", c_void_p),
         ("arrived", c_void_p),
         ("vocabulary", c_int),
-        ("history_steps", c_int),
+    ]
+
+
+class SampleArgs(ctypes.Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        ("rows", c_void_p),
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("recent", c_void_p),
+        ("counts", c_void_p),
+        ("saved", c_void_p),
+        ("records", c_void_p),
+        ("step", c_void_p),
+        ("sorted", c_void_p),
+        ("sorted_ids", c_void_p),
+        ("vocabulary", c_int),
+        ("recent_stride", c_int),
     ]
 
 

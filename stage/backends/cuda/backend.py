@@ -14,12 +14,15 @@ import torch
 from common.errors import PipeLLMError, UnsupportedModelError
 from stage.backends.base import Batch, RawTensors
 from stage.backends.cuda import kv_cache
-from stage.backends.cuda.forward import Forward, Rows
+from stage.backends.cuda.decode import CudaDecoder, RangeGraphs
+from stage.backends.cuda.forward import Forward, Rows, context_bucket
 from stage.backends.cuda.kv_cache import HEAD_STRIDES, CudaKvCache
 from stage.backends.cuda.launch import Kernels
 from stage.backends.cuda.repack import packed_bytes
+from stage.backends.cuda.sampling import MAX_ROWS, RowSampler
 from stage.backends.cuda.weights import Embedding, Head, Layer, WeightLoader
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, ModelSpec, MoeFfnSpec, SpecPart
+from stage.sampler import Drawn, SamplingOptions
 from stage.weights.quants import RawTensor
 
 RESERVE_BYTES = 1280 << 20  # what a step needs beyond weights and KV: operands, scratch, graphs, the context
@@ -30,7 +33,7 @@ _MAX_GROUP, _MAX_EXPERTS, _MAX_EXPERTS_USED = 16, 512, 64
 class CudaBackend:
     name = "cuda"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, graphs: bool = True) -> None:
         if not torch.cuda.is_available():
             raise PipeLLMError(
                 "no usable NVIDIA GPU: torch finds no CUDA device (driver, or a build without CUDA)"
@@ -42,6 +45,8 @@ class CudaBackend:
         self.forward = Forward(self.kernels)
         self._weights: WeightLoader | None = WeightLoader(self.device)
         self._last: tuple[Batch, Rows] | None = None  # every layer of a step is run with the same batch
+        self._use_graphs = graphs
+        self._sampler: RowSampler | None = None
 
     # --- what it can do, and what that takes --------------------------------------------------------------
 
@@ -127,9 +132,40 @@ class CudaBackend:
     def logits(self, head: Head, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.forward.logits(head, hidden_states.to(self.device).contiguous())
 
+    def sample(
+        self,
+        logits: torch.Tensor,
+        options: Sequence[SamplingOptions],
+        histories: Sequence[Sequence[int]],
+    ) -> list[Drawn]:
+        longest = max(map(len, histories))
+        if self._sampler is None or self._sampler.max_history < longest:
+            room = context_bucket(longest)
+            self._sampler = RowSampler(self.kernels, logits.shape[1], room)
+        drawn: list[Drawn] = []
+        for start in range(0, len(options), MAX_ROWS):
+            rows = slice(start, start + MAX_ROWS)
+            drawn += self._sampler.sample(logits[rows], options[rows], histories[rows])
+        return drawn
+
+    def decoder(
+        self,
+        embedding: Embedding,
+        layers: Sequence[Layer],
+        head: Head,
+        kv: CudaKvCache,
+        max_context: int,
+    ) -> CudaDecoder:
+        return CudaDecoder(self, embedding, layers, head, kv, max_context, self._use_graphs)
+
+    def replayer(
+        self, embedding: Embedding | None, layers: Sequence[Layer], kv: CudaKvCache, max_context: int
+    ) -> RangeGraphs | None:
+        return RangeGraphs(self, embedding, layers, kv, max_context) if self._use_graphs else None
+
     def close(self) -> None:
         self._weights = None
-        self._last = None
+        self._last = self._sampler = None
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 

@@ -1,39 +1,143 @@
 """Decode steps replayed as CUDA graphs, the drawn token feeding the next step on the device.
 
-A graph is captured per number of rows (1, 2, 4, ... 64) and bucket of context, on first need; the least
-recently used ones are dropped beyond a bound. Its inputs lie still: tokens, positions, block tables. Rows
-that pad a bucket work on the cache's spare block. For a stage that holds the whole model.
+A graph is captured per number of rows (1, 2, 4, ... 64), bucket of context and way of sampling, on first
+need; the least recently used ones are dropped beyond a bound. Its inputs lie still: tokens, positions, block
+tables, sampling options. Rows that pad a bucket work on the cache's spare block.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from common.errors import InvalidRequestError
-from stage.backends.cuda.arguments import GreedyArgs
-from stage.backends.cuda.backend import CudaBackend
-from stage.backends.cuda.forward import Rows, context_bucket
+from stage.backends.base import Batch, DecodeRow
+from stage.backends.cuda import sampling
+from stage.backends.cuda.forward import Forward, Rows, context_bucket
 from stage.backends.cuda.kv_cache import CudaKvCache
+from stage.backends.cuda.linear import Operand
+from stage.backends.cuda.sampling import RowSampler, upload
 from stage.backends.cuda.weights import Embedding, Head, Layer
+from stage.sampler import Drawn, SamplingOptions
+
+if TYPE_CHECKING:
+    from stage.backends.cuda.backend import CudaBackend
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-HISTORY_STEPS = 256  # drawn tokens kept on the device until they are read
-_CHUNKS = 16  # blocks that share a row's search for the largest logit
+MAX_ROWS = ROW_BUCKETS[-1]
+_MAX_GRAPHS = 24
 
 
 def row_bucket(num_rows: int) -> int:
     for bucket in ROW_BUCKETS:
         if num_rows <= bucket:
             return bucket
-    raise InvalidRequestError(f"a decode step takes up to {ROW_BUCKETS[-1]} rows, not {num_rows}")
+    raise InvalidRequestError(f"a decode step takes up to {MAX_ROWS} rows, not {num_rows}")
 
 
-class Decoder:
-    """Greedy decode of up to 64 sequences. One at a time on a device: it uses the backend's operands."""
+class StepGraphs:
+    """Steps by what shapes them, captured at first use and replayed after; or run eagerly each time."""
+
+    def __init__(self, device: torch.device, enabled: bool, max_graphs: int = _MAX_GRAPHS) -> None:
+        self._device, self._enabled, self._max_graphs = device, enabled, max_graphs
+        self._graphs: OrderedDict[tuple[object, ...], torch.cuda.CUDAGraph] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, key: tuple[object, ...], step: Callable[[], None], trial: Callable[[], None]) -> None:
+        """`step` works on tensors that lie still; `trial` runs it once and leaves no trace."""
+        if not self._enabled:
+            step()
+            return
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(step, trial)
+            while len(self._graphs) > self._max_graphs:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        self._graphs[key].replay()
+
+    def _capture(self, step: Callable[[], None], trial: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        trial()  # so that kernels are compiled and loaded, and buffers made
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads wait for events meanwhile: only this one's calls matter to the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            step()
+        return graph
+
+
+class StepRows:
+    """Positions' block tables of up to 64 sequences, at fixed addresses."""
+
+    def __init__(self, kv: CudaKvCache, max_context: int, device: torch.device) -> None:
+        # Attention looks up whole groups of 32 keys: with blocks of 8, up to 3 past the last.
+        width = -(-context_bucket(max_context) // kv.block_size) + 3
+        self.tables = torch.full((MAX_ROWS, width), kv.num_blocks, dtype=torch.int32, device=device)
+        self._spare = kv.num_blocks
+        self._lengths: list[int] = []
+
+    def place(self, tables: Sequence[np.ndarray], bucket: int) -> None:
+        self._lengths = [len(table) for table in tables]
+        self._upload(tables)
+        # A padding row's position grows with the others': every block of its table is the spare one.
+        self.tables[len(tables) : bucket].fill_(self._spare)
+
+    def grow(self, tables: Sequence[np.ndarray]) -> None:
+        """The same sequences, some perhaps with more blocks."""
+        lengths = [len(table) for table in tables]
+        if lengths != self._lengths:
+            self._lengths = lengths
+            self._upload(tables)
+
+    def _upload(self, tables: Sequence[np.ndarray]) -> None:
+        width = min(max(map(len, tables)), self.tables.shape[1])
+        array = np.full((len(tables), width), self._spare, np.int32)
+        for row, table in zip(array, tables, strict=True):
+            row[: len(table)] = table[:width]
+        upload(self.tables[: len(tables), :width], array)
+
+    def rows(self, positions: torch.Tensor, bucket: int, context: int) -> Rows:
+        return Rows(
+            num_rows=bucket,
+            positions=positions,
+            block_tables=self.tables,
+            slots=None,
+            context=context,
+            decode_tiles=None,
+            num_decode=bucket,
+        )
+
+
+class DeviceDraws:
+    """What one `issue` draws: read behind the device, on any thread."""
+
+    def __init__(self, records: torch.Tensor, options: Sequence[SamplingOptions], vocabulary: int) -> None:
+        self._records = records
+        self._options = options
+        self._vocabulary = vocabulary
+        self._done = torch.cuda.Event(blocking=True)
+        self._done.record()
+
+    def wait(self) -> list[list[Drawn]]:
+        self._done.synchronize()
+        return [
+            [
+                sampling.drawn(record, options, self._vocabulary)
+                for record, options in zip(step, self._options, strict=False)  # the rest is padding
+            ]
+            for step in self._records.numpy()
+        ]
+
+
+class CudaDecoder:
+    """Decode of up to 64 sequences by a whole model. One at a time on a device: it uses the backend's
+    operands."""
+
+    max_rows = MAX_ROWS
+    max_repeat = sampling.MAX_STEPS
 
     def __init__(
         self,
@@ -44,114 +148,120 @@ class Decoder:
         kv: CudaKvCache,
         max_context: int,
         graphs: bool = True,
-        max_graphs: int = 24,
     ) -> None:
-        self._backend, self._forward = backend, backend.forward
+        self._forward, self._device = backend.forward, backend.device
         self._embedding, self._layers, self._head, self._kv = embedding, tuple(layers), head, kv
-        self._use_graphs, self._max_graphs = graphs, max_graphs
-        self._graphs: OrderedDict[tuple[int, int], torch.cuda.CUDAGraph] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle()
-        device, rows = backend.device, ROW_BUCKETS[-1]
-        width = -(-context_bucket(max_context) // kv.block_size)
-        self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._positions = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._tables = torch.full((rows, width), kv.num_blocks, dtype=torch.int32, device=device)
-        self._history = torch.zeros((HISTORY_STEPS, rows), dtype=torch.int32, device=device)
-        self._step = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._partial = torch.zeros((rows, _CHUNKS, 2), dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._num_rows = 0
-        self._longest = 0  # positions of the next step, on the host
-        self._steps = 0
+        self._graphs = StepGraphs(backend.device, graphs)
+        self._rows = StepRows(kv, max_context, backend.device)
+        self._vocabulary = head.output.out_features
+        self._sampler = RowSampler(backend.kernels, self._vocabulary, context_bucket(max_context))
+        self._placed: list[tuple[int, int]] = []  # (sequence, next position), row by row
 
-    def place(self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[np.ndarray]) -> None:
-        """The sequences of the steps to come: each one's next input token, its position, and its blocks,
-        which must cover every position it will reach."""
-        bucket = row_bucket(len(tokens))
-        table = np.full((bucket, self._tables.shape[1]), self._kv.num_blocks, np.int32)
-        for row, blocks in enumerate(tables):
-            known = blocks[: table.shape[1]]
-            table[row, : len(known)] = known
-        padding = bucket - len(tokens)
-        self._tables[:bucket].copy_(torch.from_numpy(table))
-        self._tokens[:bucket].copy_(torch.tensor([*tokens, *[0] * padding], dtype=torch.int32))
-        self._positions[:bucket].copy_(torch.tensor([*positions, *[0] * padding], dtype=torch.int32))
-        self._step.zero_()
-        self._steps = 0
-        self._num_rows = len(tokens)
-        self._longest = max(positions)
+    def continues(self, rows: Sequence[DecodeRow]) -> bool:
+        return self._placed == [(row.sequence_id, row.position) for row in rows]
 
-    def step(self) -> None:
-        """Issues one step; nothing waits for the device."""
-        bucket, context = row_bucket(self._num_rows), context_bucket(self._longest + 1)
-        if self._use_graphs:
-            self._graph(bucket, context).replay()
+    def issue(self, rows: Sequence[DecodeRow], repeat: int) -> DeviceDraws:
+        torch.cuda.set_device(self._device)  # kernels are launched in the calling thread's context
+        bucket = row_bucket(len(rows))
+        tables = [row.block_table for row in rows]
+        if self.continues(rows):
+            self._rows.grow(tables)
         else:
-            self._run(bucket, context)
-        self._longest += 1
-        self._steps += 1
+            self._rows.place(tables, bucket)
+            self._sampler.place(
+                [row.options for row in rows],
+                [row.tokens for row in rows],
+                [row.position for row in rows],
+                bucket,
+            )
+        self._placed = [(row.sequence_id, row.position + repeat) for row in rows]
+        self._sampler.begin()
+        longest = max(row.position for row in rows) + 1
+        method = self._sampler.method
+        for ahead in range(repeat):
+            self._step(bucket, context_bucket(longest + ahead), method)
+        records = self._sampler.records(repeat, bucket)
+        return DeviceDraws(records, [row.options for row in rows], self._vocabulary)
 
-    def drawn(self, first: int, last: int) -> np.ndarray:
-        """Tokens drawn in steps [first, last) since `place`, at most the last 256: int32 [steps, rows].
-        Waits."""
-        if last > self._steps or first < self._steps - HISTORY_STEPS:
-            raise InvalidRequestError(f"steps [{first}, {last}) are not among the last {HISTORY_STEPS}")
-        bucket = row_bucket(self._num_rows)
-        index = torch.arange(first, last, device=self._backend.device) % HISTORY_STEPS
-        flat = self._history.view(-1)[: HISTORY_STEPS * bucket].view(HISTORY_STEPS, bucket)
-        rows: np.ndarray = flat[index, : self._num_rows].cpu().numpy()
-        return rows
+    def _step(self, bucket: int, context: int, method: str) -> None:
+        def step() -> None:
+            rows = self._rows.rows(self._sampler.positions, bucket, context)
+            hidden_states = self._forward.embed(self._embedding, self._sampler.tokens[:bucket])
+            operand = run_layers(self._forward, self._layers, self._kv, rows, hidden_states, self._head)
+            self._sampler.launch(self._forward.logits(self._head, hidden_states, operand), method)
 
-    def _graph(self, bucket: int, context: int) -> torch.cuda.CUDAGraph:
-        key = (bucket, context)
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._capture(bucket, context)
-            self._graphs[key] = graph
-            while len(self._graphs) > self._max_graphs:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
-        return graph
+        def trial() -> None:
+            saved = self._sampler.save()
+            step()
+            self._sampler.restore(saved)
 
-    def _capture(self, bucket: int, context: int) -> torch.cuda.CUDAGraph:
-        # Once outside a graph, so that kernels are compiled and loaded, on rows that the step to come sets
-        # again.
-        tokens, positions, step = self._tokens.clone(), self._positions.clone(), self._step.clone()
-        self._run(bucket, context)
-        self._tokens.copy_(tokens)
-        self._positions.copy_(positions)
-        self._step.copy_(step)
-        torch.cuda.synchronize(self._backend.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._run(bucket, context)
-        return graph
+        self._graphs.run((bucket, context, method), step, trial)
 
-    def _run(self, bucket: int, context: int) -> None:
-        rows = Rows(
-            num_rows=bucket,
-            positions=self._positions,
-            block_tables=self._tables,
-            slots=None,
-            context=context,
-            decode_tiles=None,
-            num_decode=bucket,
-        )
-        hidden_states = self._forward.embed(self._embedding, self._tokens[:bucket])
-        norms = [*(layer.norm for layer in self._layers[1:]), self._head.norm]
-        operand = None
-        for layer, next_norm in zip(self._layers, norms, strict=True):
-            operand = self._forward.layer(layer, self._kv, rows, hidden_states, operand, next_norm)
-        logits = self._forward.logits(self._head, hidden_states, operand)
-        args = GreedyArgs(
-            logits=logits.data_ptr(),
-            tokens=self._tokens.data_ptr(),
-            positions=self._positions.data_ptr(),
-            history=self._history.data_ptr(),
-            step=self._step.data_ptr(),
-            partial=self._partial.data_ptr(),
-            arrived=self._arrived.data_ptr(),
-            vocabulary=logits.shape[1],
-            history_steps=HISTORY_STEPS,
-        )
-        self._backend.kernels.launch("sample.cu", "greedy", (_CHUNKS, bucket, 1), 256, args)
+
+class RangeGraphs:
+    """Decode forwards of a part of the model: inputs come from the host, hidden states go back to it."""
+
+    def __init__(
+        self,
+        backend: CudaBackend,
+        embedding: Embedding | None,
+        layers: Sequence[Layer],
+        kv: CudaKvCache,
+        max_context: int,
+    ) -> None:
+        self._forward, self._device, self._kv = backend.forward, backend.device, kv
+        self._embedding, self._layers = embedding, tuple(layers)
+        self._graphs = StepGraphs(backend.device, enabled=True)
+        self._rows = StepRows(kv, max_context, backend.device)
+        self._positions = torch.zeros(MAX_ROWS, dtype=torch.int32, device=backend.device)
+        self._tokens = torch.zeros(MAX_ROWS, dtype=torch.int32, device=backend.device)
+        shape = (MAX_ROWS, layers[0].output.out_features)
+        self._hidden_states = torch.zeros(shape, dtype=torch.float32, device=backend.device)
+
+    def takes(self, batch: Batch) -> bool:
+        return batch.num_rows == len(batch.sequences) <= MAX_ROWS
+
+    def run(self, batch: Batch, inputs: np.ndarray | torch.Tensor) -> torch.Tensor:
+        torch.cuda.set_device(self._device)
+        num_rows, bucket = batch.num_rows, row_bucket(batch.num_rows)
+        self._rows.place([sequence.block_table for sequence in batch.sequences], bucket)
+        upload(self._positions[:num_rows], batch.positions)
+        self._positions[num_rows:bucket].zero_()
+        if isinstance(inputs, np.ndarray):
+            upload(self._tokens[:num_rows], inputs)
+        else:
+            self._hidden_states[:num_rows].copy_(inputs)
+        context = context_bucket(max(sequence.context_length for sequence in batch.sequences))
+
+        def step() -> None:
+            rows = self._rows.rows(self._positions, bucket, context)
+            hidden_states = self._hidden_states[:bucket]
+            if self._embedding is not None:
+                hidden_states.copy_(self._forward.embed(self._embedding, self._tokens[:bucket]))
+            run_layers(self._forward, self._layers, self._kv, rows, hidden_states, None)
+
+        def trial() -> None:
+            saved = self._hidden_states.clone()
+            step()
+            self._hidden_states.copy_(saved)
+
+        self._graphs.run((bucket, context), step, trial)
+        return self._hidden_states[:num_rows].clone()
+
+
+def run_layers(
+    forward: Forward,
+    layers: Sequence[Layer],
+    kv: CudaKvCache,
+    rows: Rows,
+    hidden_states: torch.Tensor,
+    head: Head | None,
+) -> Operand | None:
+    """Layers one after the other, each leaving the next one's operand; returns the head's, if that comes
+    next."""
+    operand = None
+    for index, layer in enumerate(layers):
+        following = layers[index + 1] if index + 1 < len(layers) else head
+        next_norm = following.norm if following is not None else None
+        operand = forward.layer(layer, kv, rows, hidden_states, operand, next_norm)
+    return operand

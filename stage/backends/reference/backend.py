@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from common.errors import InvalidRequestError
-from stage.backends.base import Batch, RawTensors
+from stage.backends.base import Batch, HostSampling, RawTensors
 from stage.backends.host_memory import host_memory_budget_bytes
 from stage.backends.reference.attention import Attention
 from stage.backends.reference.ffn import DenseFfn, MoeFfn
@@ -54,7 +54,7 @@ class Head:
     logit_softcap: float | None
 
 
-class ReferenceBackend:
+class ReferenceBackend(HostSampling):
     """Float32 on the CPU. `memory_bytes`: what weights and KV cache may take; 0: what the host has free."""
 
     name = "reference"

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from common.gguf.reader import GGUFFile
-from stage.backends.base import make_batch
+from stage.backends.base import Batch, Decoder, DecodeRow, make_batch
 from stage.model.registry import build_spec
 from stage.model.spec import tensor_refs
+from stage.sampler import SamplingOptions
 from stage.weights.loader import raw_tensors
 
 pytestmark = pytest.mark.gpu
@@ -27,19 +28,25 @@ ARCHITECTURES = [
     "qwen3-qknorm",
     "qwen3moe-8x3",
 ]
+GREEDY = SamplingOptions(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, repeat_penalty=1.0, repeat_last_n=64,
+    presence_penalty=0.0, frequency_penalty=0.0, seed=1,
+)  # fmt: skip
 STORIES = ["stories260K-f32", "stories260K-f16", "stories260K-q8_0", "stories260K-q4_0"]
 
 
 class Model:
     """A whole model on one backend, its sequences' blocks one after the other."""
 
-    def __init__(self, path: Path, context: int, block_size: int = 16, num_blocks: int = 64) -> None:
+    def __init__(
+        self, path: Path, context: int, block_size: int = 16, num_blocks: int = 64, graphs: bool = True
+    ) -> None:
         from stage.backends.cuda.backend import CudaBackend
 
         file = GGUFFile.open(path)
         spec = build_spec(file, context)
         self.spec = spec
-        self.backend = CudaBackend(torch.device("cuda", 0))
+        self.backend = CudaBackend(torch.device("cuda", 0), graphs)
         self.backend.check(spec)
         self.block_size = block_size
         self.embedding = self.backend.prepare_embedding(
@@ -55,10 +62,16 @@ class Model:
         """(start position, tokens, block table) each -> logits of all rows, f32 [rows, vocab] on the host."""
         batch = make_batch([(start, len(ids), table) for start, ids, table in sequences], self.block_size)
         tokens = np.concatenate([np.asarray(ids, np.int32) for _, ids, _ in sequences])
+        return self.backend.logits(self.head, self.hidden_states(batch, tokens)).cpu()
+
+    def hidden_states(self, batch: Batch, tokens: np.ndarray) -> torch.Tensor:
         x = self.backend.embed(self.embedding, tokens)
         for layer in self.layers:
             x = self.backend.run_layer(layer, self.kv, batch, x)
-        return self.backend.logits(self.head, x).cpu()
+        return x
+
+    def decoder(self, max_context: int) -> Decoder:
+        return self.backend.decoder(self.embedding, self.layers, self.head, self.kv, max_context)
 
 
 def files(cases: Path, name: str) -> tuple[Path, list[int], np.ndarray]:
@@ -115,22 +128,45 @@ def test_sequences_of_a_mixed_batch_do_not_mix(cases: Path, name: str) -> None:
     "name", ["llama-gqa-ropefreqs", "qwen3moe-8x3", "gemma3-window16", "stories260K-q8_0"]
 )
 def test_graphs_and_eager_give_the_same_bits(cases: Path, name: str) -> None:
-    from stage.backends.cuda.decode import Decoder
-
     path, ids, _ = files(cases, name)
     tokens = {}
     for graphs in (False, True):
-        model = Model(path, context=256)
+        model = Model(path, context=256, graphs=graphs)
         tables = [np.arange(16 * i, 16 * i + 16, dtype=np.int32) for i in range(3)]
-        for table, length in zip(tables, (5, 40, 21), strict=True):
+        lengths = (5, 40, 21)
+        for table, length in zip(tables, lengths, strict=True):
             model.forward([(0, ids[:length], table)])
-        decoder = Decoder(
-            model.backend, model.embedding, model.layers, model.head, model.kv, 256, graphs=graphs
-        )
-        decoder.place([ids[5], ids[40], ids[21]], [5, 40, 21], tables)
-        for _ in range(60):
-            decoder.step()
+        decoder = model.decoder(256)
+        drawn = []
+        for start in range(0, 60, 20):
+            rows = [
+                DecodeRow(index, length + start, ids[: length + 1] if start == 0 else [], table, GREEDY)
+                for index, (length, table) in enumerate(zip(lengths, tables, strict=True))
+            ]
+            assert decoder.continues(rows) == (start > 0)
+            drawn.append(decoder.issue(rows, 20))
         keys = [model.kv.keys[layer.index][:48].clone() for layer in model.spec.layers]
-        tokens[graphs] = decoder.drawn(0, 60), keys
-    assert np.array_equal(tokens[False][0], tokens[True][0])
+        tokens[graphs] = [step for draws in drawn for step in draws.wait()], keys
+    assert tokens[False][0] == tokens[True][0]
     assert all(torch.equal(a, b) for a, b in zip(tokens[False][1], tokens[True][1], strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-ropefreqs", "qwen3moe-8x3", "gemma3-window16"])
+def test_a_part_replayed_gives_the_same_bits_as_layer_by_layer(cases: Path, name: str) -> None:
+    path, ids, _ = files(cases, name)
+    model = Model(path, context=256)
+    half = len(model.layers) // 2
+    table = np.arange(16, dtype=np.int32)
+    parts = [
+        model.backend.replayer(model.embedding, model.layers[:half], model.kv, 256),
+        model.backend.replayer(None, model.layers[half:], model.kv, 256),
+    ]
+    for position in range(40):
+        tokens = np.asarray(ids[position : position + 1], np.int32)
+        batch = make_batch([(position, 1, table)], 16)
+        want = model.hidden_states(batch, tokens)
+        got: np.ndarray | torch.Tensor = tokens
+        for part in parts:
+            assert part is not None and part.takes(batch)
+            got = part.run(batch, got)
+        assert torch.equal(torch.as_tensor(got), want)
