@@ -1,4 +1,5 @@
-"""The stage daemon: `python -m stage`, or `pipellm-stage`; `pipellm-stage verify` checks a backend."""
+"""The stage daemon: `python -m stage`, or `pipellm-stage`; its commands `verify` and `profile` measure a
+backend."""
 
 from __future__ import annotations
 
@@ -27,6 +28,10 @@ def main(argv: list[str] | None = None) -> int:
         from stage import verify
 
         return verify.main(argv[1:])
+    if argv[:1] == ["profile"]:
+        from stage import profile_command
+
+        return profile_command.main(argv[1:])
     try:
         config = settings.load(StageConfig, "PipeLLM stage daemon", argv).checked()
         return run(config)

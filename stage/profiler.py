@@ -6,11 +6,9 @@ head) is estimated at the rate at which that layer's weights went by.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +16,8 @@ import torch
 from common.gguf.reader import GGUFFile
 from protos import stage_pb2
 from stage.backends.base import Backend, make_batch
-from stage.model.spec import LayerSpec, ModelSpec, MoeFfnSpec, SpecPart, tensor_refs
+from stage.backends.timing import active_share
+from stage.model.spec import LayerSpec, ModelSpec, SpecPart, tensor_refs
 from stage.weights.loader import raw_tensors
 
 _CONTEXT = 64
@@ -32,7 +31,7 @@ def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.Prof
     """Times one middle layer on `backend` and counts bytes as the backend would store them."""
     layer = spec.layers[len(spec.layers) // 2]
     decode_s = _time_layer(backend, file, spec, layer)
-    active_bytes = _stored_bytes(backend, file, layer) * _active_share(file, layer)
+    active_bytes = _stored_bytes(backend, file, layer) * active_share(file, layer)
     head_bytes = _stored_bytes(backend, file, spec.head)
     embedding_bytes = _stored_bytes(backend, file, spec.embedding)
     s_per_byte = decode_s / active_bytes
@@ -89,16 +88,3 @@ def _synchronize(backend: Backend) -> None:
 
 def _stored_bytes(backend: Backend, file: GGUFFile, part: SpecPart) -> int:
     return backend.stored_bytes(part, raw_tensors(file, tensor_refs(part)))
-
-
-def _active_share(file: GGUFFile, layer: LayerSpec) -> float:
-    """The share of a layer's weights that one row reads: not the experts it does not go through."""
-    if not isinstance(layer.ffn, MoeFfnSpec):
-        return 1.0
-    experts = _elements(file, (layer.ffn.gate, layer.ffn.up, layer.ffn.down))
-    unused = 1 - layer.ffn.num_experts_used / layer.ffn.num_experts
-    return 1 - unused * experts / _elements(file, layer)
-
-
-def _elements(file: GGUFFile, part: Any) -> int:
-    return sum(math.prod(raw.shape) for raw in raw_tensors(file, tensor_refs(part)).values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +17,17 @@ from common.errors import PipeLLMError
 from stage.backends.cuda.compile import KernelName, compile_kernel
 
 _PLAIN_SHARED_BYTES = 48 * 1024  # more must be asked for
+
+
+Arguments = ctypes.Structure | tuple[ctypes.Structure, ...]
+
+
+class LaunchObserver(Protocol):
+    """Hears of every launch, on the stream that it is put on."""
+
+    def before(self) -> None: ...
+
+    def after(self, expression: str, grid: tuple[int, int, int], args: Arguments) -> None: ...
 
 
 class Kernels:
@@ -35,6 +46,7 @@ class Kernels:
         self.arch = f"sm_{properties.major}{properties.minor}"
         self.num_multiprocessors: int = properties.multi_processor_count
         self.programmatic = programmatic and properties.major >= 9
+        self.observer: LaunchObserver | None = None
         self._functions: dict[tuple[str, str], Any] = {}
         self._shared: dict[tuple[str, str], int] = {}
         attribute = driver.CUlaunchAttribute()
@@ -72,7 +84,7 @@ class Kernels:
         expression: str,
         grid: tuple[int, int, int],
         threads: int,
-        args: ctypes.Structure | tuple[ctypes.Structure, ...],
+        args: Arguments,
         shared_bytes: int = 0,
     ) -> None:
         """Puts one launch on torch's current stream. Arguments are copied; pointers in them must stay
@@ -96,5 +108,9 @@ class Kernels:
         if self.programmatic:
             config.attrs = self._attributes
             config.numAttrs = 1
+        if self.observer is not None:
+            self.observer.before()
         (code,) = driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
         self.check(code, f"launching {expression}")
+        if self.observer is not None:
+            self.observer.after(expression, grid, args)
