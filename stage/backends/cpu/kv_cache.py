@@ -43,13 +43,13 @@ class CpuKvCache:
         self.num_blocks = num_blocks
         tokens = num_blocks * block_size
         self.nbytes = tokens * sum(bytes_per_token(layer, kv_dtype) for layer in layers)
-        self._memory: list[np.ndarray] = []
+        self.arrays: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # K and V as bytes, by the same number
         self._structs: dict[int, abi.KvLayer] = {}
         self.addresses: dict[int, int] = {}  # of the native struct, by the layer's global number
         for layer in layers:
             half = tokens * bytes_per_token(layer, kv_dtype) // 2
             keys, values = _zeros(half, self.nbytes), _zeros(half, self.nbytes)
-            self._memory += [keys, values]
+            self.arrays[layer.index] = keys, values
             struct = abi.KvLayer(abi.address(keys), abi.address(values), KV_DTYPES[kv_dtype], block_size)
             self._structs[layer.index] = struct
             self.addresses[layer.index] = ctypes.addressof(struct)

@@ -58,3 +58,9 @@ class CudaKvCache:
                 f"the KV cache needs {needed / 2**20:.0f} MiB, {free / 2**20:.0f} of {total / 2**20:.0f} MiB "
                 f"are free on {device}; fewer blocks or a shorter context would fit"
             ) from error
+
+    @staticmethod
+    def layer_elements(layer: LayerSpec, num_blocks: int, block_size: int) -> int:
+        """Elements of K, and as many of V, of one layer."""
+        attention = layer.attention
+        return (num_blocks + 1) * attention.num_kv_heads * block_size * head_stride(attention.head_dim)

@@ -1,0 +1,328 @@
+"""The layers of a GPU stage whose weights do not stay on the GPU: streamed to it, or computed by the host.
+
+Their matrices live once in host memory, as the file's bytes: in the pinned pool as far as it goes, else in
+the file. What is small (norms, biases, rotary tables) is on the GPU for every layer. Decode computes host
+layers on the host's cores; steps of more than HOST_ROWS rows stream those too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import psutil
+import torch
+
+from common.errors import PipeLLMError
+from common.gguf.reader import GGUFFile
+from stage.backends.base import Batch, RawTensors
+from stage.backends.cuda.forward import Forward, Rows
+from stage.backends.cuda.host_layers import HostLayers
+from stage.backends.cuda.host_pool import BlobLayout, HostPool, fill, raw_tensors_in
+from stage.backends.cuda.kv_cache import CudaKvCache
+from stage.backends.cuda.linear import Linear
+from stage.backends.cuda.read_ahead import ReadAhead
+from stage.backends.cuda.repack import PackedMatrix, packed_bytes
+from stage.backends.cuda.repacker import MatrixRecipe, Source
+from stage.backends.cuda.streaming import WeightStream
+from stage.backends.cuda.tile_map import tile_map
+from stage.backends.cuda.weights import Layer, WeightLoader
+from stage.model.spec import LayerSpec, TensorRef, tensor_refs
+from stage.placement import RING_SLOTS, Place, pinned_layers
+from stage.weights.loader import raw_tensors
+from stage.weights.paging import let_go
+from stage.weights.quants import RawTensor
+
+HOST_ROWS = 64  # most rows of a step whose host layers the host computes
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class OffloadedLayer:
+    spec: LayerSpec
+    views: tuple[Layer, ...]  # with its tiles in each of the tile slots
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a step: host layers, then layers on the GPU, the first of which may be a streamed one."""
+
+    host: tuple[int, ...]
+    streamed: int | None
+    layers: tuple[Layer, ...]  # on the GPU, at addresses that do not change from step to step
+
+
+class OffloadedLayers:
+    """Used by one thread, but for the reading of files."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        file: GGUFFile,
+        specs: Sequence[LayerSpec],
+        places: Mapping[int, Place],
+        pinned_bytes: int,
+        host_threads: int = 0,
+        prefetch: bool = True,
+    ) -> None:
+        """`specs`: all layers of the stage; `places`: of each. Takes the pinned pool, and on the GPU the
+        slots.
+
+        Raises UnsupportedModelError for a layer that cannot be streamed (matrices of F32 or BF16),
+        OutOfCapacityError where the pinned pool is too small for the ring that reads the rest.
+        """
+        from cuda.bindings import driver
+
+        self._forward = forward
+        self._device = forward.device
+        self._places = {spec.index: places[spec.index] for spec in specs}
+        offloaded = [spec for spec in specs if places[spec.index] != Place.RESIDENT]
+        raws = {spec.index: raw_tensors(file, tensor_refs(spec)) for spec in offloaded}
+        for spec in offloaded:
+            for ref in _matrix_refs(spec):
+                tile_map(raws[spec.index][ref].ggml_type)
+        self._layouts = {
+            spec.index: BlobLayout.of(file, raws[spec.index], _matrix_refs(spec)) for spec in offloaded
+        }
+        indices = list(self._layouts)
+        chosen, _ = pinned_layers(
+            [self._places[i] for i in indices], [self._layouts[i].nbytes for i in indices], pinned_bytes
+        )
+        pinned = {indices[i] for i in chosen}
+        largest = max(layout.nbytes for layout in self._layouts.values())
+        in_ring = {i: layout for i, layout in self._layouts.items() if i not in pinned}
+        pool_bytes = sum(self._layouts[i].nbytes for i in pinned) + (RING_SLOTS * largest if in_ring else 0)
+        self._pool = HostPool(pool_bytes, driver)
+        blobs = {i: self._pool.take(self._layouts[i].nbytes) for i in sorted(pinned)}
+        ring = None
+        if in_ring:
+            slots = [self._pool.take(largest) for _ in range(RING_SLOTS)]
+            ring = ReadAhead(in_ring, slots, direct=file.file_bytes > psutil.virtual_memory().available)
+        self._blobs = _Blobs(blobs, ring)
+        hosts = any(place == Place.HOST for place in self._places.values())
+        self._host = HostLayers(self._device, host_threads) if hosts else None
+        self._recipes: dict[int, list[MatrixRecipe]] = {}
+        self._loader: _NotingLoader | None = _NotingLoader(self._device)
+        tile_bytes = max(_slot_bytes(spec, raws[spec.index]) for spec in offloaded)
+        self.stream = WeightStream(forward.kernels, self._recipes, self._blobs, largest, tile_bytes, prefetch)
+        self._decode_order = self._order(Place.STREAMED)
+        self._prefill_order = self._order(Place.STREAMED, Place.HOST)
+        self._decoding = False
+
+    # --- load ---------------------------------------------------------------------------------------------
+
+    def prepare(self, spec: LayerSpec, raw: RawTensors) -> OffloadedLayer:
+        """Takes the GPU memory of one layer while it works."""
+        if self._loader is None:
+            raise PipeLLMError("layers were prepared after the first step: a fault")
+        self._loader.noted.clear()
+        layer = self._loader.layer(spec, raw)
+        layout = self._layouts[spec.index]
+        refs = {id(tensor): ref for ref, tensor in raw.items()}
+        offsets: dict[int, int] = {}
+        recipes, end = [], 0
+        for packed, parts, interleaved in self._loader.noted:
+            sources = tuple(_source(part, layout.tensors[refs[id(part)]].offset) for part in parts)
+            experts = packed.tiles.shape[0] if packed.tiles.ndim == 4 else 1
+            recipes.append(
+                MatrixRecipe(
+                    parts[0].ggml_type,
+                    sources,
+                    interleaved,
+                    parts[0].data.shape[-1],
+                    packed.columns,
+                    experts,
+                    end,
+                )
+            )
+            offsets[id(packed)] = end
+            end += -(-packed.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._recipes[spec.index] = recipes
+        views = tuple(_moved(layer, offsets, slot) for slot in self.stream.tile_slots)
+        blob = self._blobs.pinned.get(spec.index)
+        if blob is not None:
+            fill(layout, blob)
+        if self._host is not None and self._places[spec.index] == Place.HOST:
+            ours = raw if blob is None else {**raw, **raw_tensors_in(layout, blob)}
+            self._host.prepare(spec, ours)
+        for tensor in layout.tensors.values():
+            let_go(tensor.raw.data)
+        return OffloadedLayer(spec, views)
+
+    def allocate_kv(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> CudaKvCache:
+        """Host layers' K and V lie in host memory; on the GPU they share one layer's room."""
+        host = [spec for spec in specs if self._places[spec.index] == Place.HOST]
+        others = [spec for spec in specs if self._places[spec.index] != Place.HOST]
+        kv = CudaKvCache(others, num_blocks, block_size, self._device)
+        if self._host is not None and host:
+            self._host.allocate_kv(host, num_blocks, block_size)
+            widest = max(host, key=lambda spec: CudaKvCache.layer_elements(spec, num_blocks, block_size))
+            room = CudaKvCache([widest], num_blocks, block_size, self._device)
+            for spec in host:
+                size = CudaKvCache.layer_elements(spec, num_blocks, block_size)
+                shape = (num_blocks + 1, spec.attention.num_kv_heads, -1)
+                kv.keys[spec.index] = room.keys[widest.index].view(-1)[:size].view(shape)
+                kv.values[spec.index] = room.values[widest.index].view(-1)[:size].view(shape)
+            kv.nbytes += room.nbytes
+        return kv
+
+    # --- steps, layer by layer ------------------------------------------------------------------------------
+
+    def begin(self, num_rows: int) -> None:
+        """A step of so many rows begins."""
+        self._loader = None
+        self._decoding = num_rows <= HOST_ROWS
+        if self._decoding:
+            self.stream.follow(self._decode_order)
+        else:
+            pairs = zip(self._prefill_order, self._decode_order, strict=False)
+            common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self._decode_order))
+            self.stream.follow(self._prefill_order, common)
+
+    def run(
+        self, layer: OffloadedLayer, kv: CudaKvCache, batch: Batch, rows: Rows, hidden_states: torch.Tensor
+    ) -> None:
+        """hidden_states: f32 [rows, hidden_size] on the GPU, changed in place."""
+        index = layer.spec.index
+        on_host = self._places[index] == Place.HOST
+        if on_host and self._decoding:
+            self.run_host((index,), batch, hidden_states)
+            return
+        slot = self.stream.acquire(index)
+        if on_host and self._host is not None:
+            self._host.lend(index, batch, kv)
+        self._forward.layer(layer.views[slot], kv, rows, hidden_states)
+        self.stream.release(index)
+        if on_host and self._host is not None:
+            self._host.take_back(index, batch, kv)
+
+    # --- decode in pieces -----------------------------------------------------------------------------------
+
+    def pieces(self, layers: Sequence[Layer | OffloadedLayer]) -> list[Piece]:
+        """What a decode step of these layers consists of; the first piece may have no layers."""
+        pieces = [Piece((), None, ())]
+        for layer in layers:
+            last = pieces[-1]
+            if isinstance(layer, Layer):
+                pieces[-1] = replace(last, layers=(*last.layers, layer))
+                continue
+            index = layer.spec.index
+            if self._places[index] == Place.HOST:
+                if last.layers or len(pieces) == 1:
+                    pieces.append(Piece((index,), None, ()))
+                else:
+                    pieces[-1] = replace(last, host=(*last.host, index))
+                continue
+            view = layer.views[self.stream.slot_of(self._decode_order, index)]
+            if last.layers:
+                pieces.append(Piece((), index, (view,)))
+            else:
+                pieces[-1] = replace(last, streamed=index, layers=(view,))
+        return pieces
+
+    def run_host(self, layers: Sequence[int], batch: Batch, hidden_states: torch.Tensor) -> None:
+        if self._host is None:
+            raise PipeLLMError("a layer is to run on the host, and none was placed there: a fault")
+        self._host.run(layers, batch, hidden_states)
+
+    @property
+    def host_kv_bytes(self) -> int:
+        return self._host.kv_nbytes if self._host is not None else 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._pool.nbytes
+
+    def close(self) -> None:
+        self.stream.close()
+        self._blobs.close()
+        if self._host is not None:
+            self._host.close()
+        torch.cuda.synchronize(self._device)
+        self._pool.close()
+
+    def _order(self, *places: Place) -> tuple[int, ...]:
+        return tuple(index for index, place in self._places.items() if place in places)
+
+
+class _Blobs:
+    """Blobs in the pinned pool, and those that the ring reads."""
+
+    def __init__(self, pinned: dict[int, np.ndarray], ring: ReadAhead | None) -> None:
+        self.pinned, self._ring = pinned, ring
+
+    def request(self, layer: int) -> None:
+        if layer not in self.pinned and self._ring is not None:
+            self._ring.request(layer)
+
+    def take(self, layer: int, wait: bool) -> np.ndarray | None:
+        blob = self.pinned.get(layer)
+        if blob is None and self._ring is not None:
+            blob = self._ring.take(layer, wait)
+        return blob
+
+    def copied(self, layer: int, stream: torch.cuda.Stream) -> None:
+        if layer not in self.pinned and self._ring is not None:
+            event = torch.cuda.Event()
+            event.record(stream)
+            self._ring.give_back(event)
+
+    def forget(self) -> None:
+        if self._ring is not None:
+            self._ring.forget()
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+        self.pinned.clear()
+
+
+class _NotingLoader(WeightLoader):
+    """Also notes of which raw tensors each matrix was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.noted: list[tuple[PackedMatrix, Sequence[RawTensor], bool]] = []
+
+    def _matrix(self, parts: Sequence[RawTensor], columns: int, interleaved: bool) -> PackedMatrix:
+        packed = super()._matrix(parts, columns, interleaved)
+        self.noted.append((packed, parts, interleaved))
+        return packed
+
+
+def _matrix_refs(spec: LayerSpec) -> Iterator[TensorRef]:
+    attention, ffn = spec.attention, spec.ffn
+    for linear in (attention.q, attention.k, attention.v, attention.output, ffn.gate, ffn.up, ffn.down):
+        yield linear.weight
+
+
+def _slot_bytes(spec: LayerSpec, raw: RawTensors) -> int:
+    """At least what the layer's tiles take: parts that share a matrix share its padding."""
+    total = 0
+    for ref in _matrix_refs(spec):
+        tensor = raw[ref]
+        stacked = int(np.prod(tensor.shape[:-2], dtype=np.int64))
+        total += stacked * packed_bytes(tensor.ggml_type, tensor.shape[-2], tensor.shape[-1]) + _ALIGNMENT
+    return total
+
+
+def _source(part: RawTensor, offset: int) -> Source:
+    rows, row_bytes = part.data.shape[-2:]
+    return Source(offset, rows, rows * row_bytes)
+
+
+def _moved(layer: Layer, offsets: Mapping[int, int], slot: torch.Tensor) -> Layer:
+    """The layer with its tiles in a slot."""
+
+    def matrix(packed: PackedMatrix) -> PackedMatrix:
+        start = offsets[id(packed)]
+        return replace(packed, tiles=slot[start : start + packed.nbytes].view(packed.tiles.shape))
+
+    def linear(one: Linear) -> Linear:
+        return replace(
+            one, segments=tuple(replace(segment, matrix=matrix(segment.matrix)) for segment in one.segments)
+        )
+
+    ffn = replace(layer.ffn, gate_up=linear(layer.ffn.gate_up), down=linear(layer.ffn.down))
+    return replace(layer, qkv=linear(layer.qkv), output=linear(layer.output), ffn=ffn)

@@ -1,0 +1,336 @@
+"""Where the weights of a stage's layers lie, chosen from budgets and measured rates. Pure functions.
+
+Resident layers stay in GPU memory; streamed ones come over the link into slots while others compute; host
+ones are computed by the host's cores. At batch 1 a streamed layer costs its bytes over the link, a host
+layer its bytes over the host's memory, both at the same time: what is not resident is divided so that both
+end together. In prefill, host layers are streamed as well. Knows sizes and rates, nothing of devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from common.errors import ConfigError, OutOfCapacityError
+
+RAW_SLOTS, TILE_SLOTS = 2, 2  # on the GPU, for streamed layers: as the file has them, and as tiles
+RING_SLOTS = 3  # of pinned memory, for layers read from the file
+PREFILL_TOKENS = 512  # the chunk that predictions of prefill speak of
+
+
+class Place(Enum):
+    RESIDENT = "resident"
+    STREAMED = "streamed"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    packed_bytes: int  # in GPU memory
+    raw_bytes: int  # in the file: what crosses the link, or what the host reads
+    kv_bytes: int  # of the whole cache
+    active_share: float = 1.0  # of the weights that one row reads (experts)
+    streamable: bool = True
+
+
+@dataclass(frozen=True)
+class Budgets:
+    gpu_bytes: int  # for layers, their KV and slots
+    host_bytes: int  # for layers' weights and KV in host memory, pinned or not
+    pinned_bytes: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured, bytes and tokens per second; where two run at the same time, each beside the other."""
+
+    link: float
+    link_beside_host: float
+    host: float  # weights through the CPU engine, one row
+    host_beside_link: float
+    gpu: float  # weights through the decode kernels
+    gpu_prefill: float  # tokens a second through one layer
+    file: float  # reading from the file into memory
+    other_s: float = 0.0  # of a decode step outside the layers: embedding, head, sampling
+    crossing_s: float = 60e-6  # to the host and back
+    host_batch_8: float = 2.0  # time of 8 rows over that of one on the host
+    gpu_batch_8: float = 1.3
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Tokens per second, of all sequences together."""
+
+    batch_1: float
+    batch_8: float
+    prefill: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    places: tuple[Place, ...]
+    pinned: tuple[int, ...]  # offloaded layers that the pinned pool holds, by their place in `places`
+    gpu_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+    prediction: Prediction
+
+    def count(self, place: Place) -> int:
+        return self.places.count(place)
+
+
+def choose(layers: Sequence[LayerSize], budgets: Budgets, rates: Rates) -> Placement:
+    """The placement within the budgets that decodes fastest at batch 1; with larger budgets never a slower
+    one.
+
+    Raises OutOfCapacityError, with what would be enough, where none fits.
+    """
+    best: Placement | None = None
+    for offloaded in range(len(layers) + 1):
+        for host in range(offloaded + 1):
+            found = _fitting(layers, arrange(len(layers), offloaded - host, host), budgets, rates)
+            if found and (best is None or found.prediction.batch_1 > best.prediction.batch_1):
+                best = found
+    if best is None:
+        raise _too_little(layers, budgets, rates)
+    return best
+
+
+def measure(
+    layers: Sequence[LayerSize], places: Sequence[Place], budgets: Budgets, rates: Rates
+) -> Placement:
+    """A given placement's sizes and prediction. Raises OutOfCapacityError where it exceeds a budget."""
+    found = _measured(layers, tuple(places), budgets, rates)
+    if found is None:
+        raise _too_little(layers, budgets, rates)
+    for name, needed, allowed in (
+        ("gpu_memory", found.gpu_bytes, budgets.gpu_bytes),
+        ("host_memory", found.host_bytes, budgets.host_bytes),
+    ):
+        if needed > allowed:
+            raise OutOfCapacityError(f"this placement needs {needed} bytes of {name}, {allowed} are allowed")
+    return found
+
+
+def arrange(num_layers: int, streamed: int, host: int) -> tuple[Place, ...]:
+    """So many layers of each place, spread so that link and cores work all the time.
+
+    As many groups as both streamed and host layers can share; in each, streamed layers among resident ones,
+    the first of them streamed, then the host layers in one run (hidden states cross to the host once a
+    run).
+    """
+    resident = num_layers - streamed - host
+    groups = min(streamed, host) if streamed and host else 1
+    places: list[Place] = []
+    for group in range(groups):
+        places += _mixed(_share(streamed, group, groups), _share(resident, group, groups))
+        places += [Place.HOST] * _share(host, group, groups)
+    return tuple(places)
+
+
+def pinned_layers(
+    places: Sequence[Place], raw_bytes: Sequence[int], pinned_bytes: int
+) -> tuple[tuple[int, ...], int]:
+    """Which offloaded layers a pinned pool of at most this size holds, and the size it takes.
+
+    All of them, or as many as fit beside a ring of slots that the others are read into, streamed ones first.
+    Raises OutOfCapacityError where the ring does not fit.
+    """
+    offloaded = [i for i, place in enumerate(places) if place != Place.RESIDENT]
+    total = sum(raw_bytes[i] for i in offloaded)
+    if total <= pinned_bytes:
+        return tuple(offloaded), total
+    used = RING_SLOTS * max(raw_bytes[i] for i in offloaded)
+    if used > pinned_bytes:
+        raise OutOfCapacityError(
+            f"pinned_memory is {pinned_bytes} bytes; reading layers from the file takes {used} bytes of it, "
+            f"holding all {len(offloaded)} layers {total}"
+        )
+    chosen = []
+    for i in sorted(offloaded, key=lambda i: (places[i] != Place.STREAMED, i)):
+        if used + raw_bytes[i] > pinned_bytes:
+            break
+        used += raw_bytes[i]
+        chosen.append(i)
+    return tuple(chosen), used
+
+
+def parse_places(text: str, num_layers: int) -> tuple[Place, ...]:
+    """ "0:16=resident,16:24=streamed,24=host": half-open ranges or single layers; what is not named is
+    resident. Raises ConfigError naming the part that is wrong."""
+    places = [Place.RESIDENT] * num_layers
+    named: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,9}))?\s*=\s*(\w+)\s*", part)
+        known = {place.value: place for place in Place}
+        if match is None or match[3] not in known:
+            raise ConfigError(
+                f"placement: {part.strip()!r} is not of the form 0:16=resident or 5=host ({', '.join(known)})"
+            )
+        start = int(match[1])
+        end = int(match[2]) if match[2] else start + 1
+        if not start < end <= num_layers:
+            raise ConfigError(f"placement: {part.strip()!r}: this stage's layers are 0 to {num_layers}")
+        if twice := named & set(range(start, end)):
+            raise ConfigError(f"placement: layer {min(twice)} is named twice")
+        named.update(range(start, end))
+        places[start:end] = [known[match[3]]] * (end - start)
+    return tuple(places)
+
+
+def parse_amount(text: str, total_bytes: int) -> int | None:
+    """Bytes ("12000000000", "12GB", "8GiB"), or a fraction of a total ("0.5"); None for "auto".
+
+    Raises ConfigError for anything else."""
+    if text == "auto":
+        return None
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*(GiB|GB|MiB|MB)?", text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is neither auto, nor bytes, nor a fraction of at most 1")
+    units = {"GiB": 1 << 30, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6}
+    value = float(match[1])
+    if match[2]:
+        return int(value * units[match[2]])
+    return int(value * total_bytes) if value <= 1 and "." in match[1] else int(value)
+
+
+# --- sizes and times ----------------------------------------------------------------------------------------
+
+
+def _share(count: int, group: int, groups: int) -> int:
+    return count * (group + 1) // groups - count * group // groups
+
+
+def _mixed(streamed: int, resident: int) -> list[Place]:
+    """Streamed layers evenly among resident ones, a streamed one first."""
+    total = streamed + resident
+    return [
+        Place.STREAMED if streamed and i * streamed % total < streamed else Place.RESIDENT
+        for i in range(total)
+    ]
+
+
+def _fitting(
+    layers: Sequence[LayerSize], places: tuple[Place, ...], budgets: Budgets, rates: Rates
+) -> Placement | None:
+    found = _measured(layers, places, budgets, rates)
+    if found is None or found.gpu_bytes > budgets.gpu_bytes or found.host_bytes > budgets.host_bytes:
+        return None
+    return found
+
+
+def _measured(
+    layers: Sequence[LayerSize], places: tuple[Place, ...], budgets: Budgets, rates: Rates
+) -> Placement | None:
+    """None where a layer that cannot leave the GPU would have to, or the pinned pool is too small."""
+    offloaded = [layer for layer, place in zip(layers, places, strict=True) if place != Place.RESIDENT]
+    if any(not layer.streamable for layer in offloaded):
+        return None
+    try:
+        raw = [layer.raw_bytes for layer in layers]
+        pinned, pinned_bytes = pinned_layers(places, raw, budgets.pinned_bytes)
+    except OutOfCapacityError:
+        return None
+    gpu_bytes = host_bytes = room = 0
+    for i, (layer, place) in enumerate(zip(layers, places, strict=True)):
+        if place == Place.RESIDENT:
+            gpu_bytes += layer.packed_bytes
+        if place == Place.HOST:
+            host_bytes += layer.kv_bytes + (0 if i in pinned else layer.raw_bytes)
+            room = max(room, layer.kv_bytes)
+        else:
+            gpu_bytes += layer.kv_bytes
+    gpu_bytes += room
+    if offloaded:
+        gpu_bytes += RAW_SLOTS * max(layer.raw_bytes for layer in offloaded)
+        gpu_bytes += TILE_SLOTS * max(layer.packed_bytes for layer in offloaded)
+    host_bytes += pinned_bytes
+    prediction = predict(layers, places, pinned, rates)
+    return Placement(places, pinned, gpu_bytes, host_bytes, pinned_bytes, prediction)
+
+
+def predict(
+    layers: Sequence[LayerSize], places: Sequence[Place], pinned: Sequence[int], rates: Rates
+) -> Prediction:
+    """What follows from the rates where link and cores never wait for one another."""
+    return Prediction(
+        batch_1=1 / _decode_s(layers, places, pinned, rates, 1.0, 1.0),
+        batch_8=8 / _decode_s(layers, places, pinned, rates, rates.gpu_batch_8, rates.host_batch_8),
+        prefill=PREFILL_TOKENS / _prefill_s(layers, places, pinned, rates),
+    )
+
+
+def _decode_s(
+    layers: Sequence[LayerSize],
+    places: Sequence[Place],
+    pinned: Sequence[int],
+    rates: Rates,
+    gpu_factor: float,
+    host_factor: float,
+) -> float:
+    """The chain of GPU and host work, or the link's work where that is longer. While both link and host
+    memory are busy each runs at its lower rate; what is left of one then runs alone, at the higher."""
+    link = chain = host_bytes = 0.0
+    runs = 0
+    for i, (layer, place) in enumerate(zip(layers, places, strict=True)):
+        if place == Place.HOST:
+            host_bytes += layer.raw_bytes * layer.active_share * host_factor
+            runs += i == 0 or places[i - 1] != Place.HOST
+            continue
+        chain += layer.packed_bytes * layer.active_share / rates.gpu * gpu_factor
+        if place == Place.STREAMED:
+            link += layer.raw_bytes * _link_slowdown(i in pinned, rates.link, rates.file)
+    chain += rates.other_s + runs * rates.crossing_s
+    both = min(link / rates.link_beside_host, host_bytes / rates.host_beside_link)
+    link_s = both + (link - both * rates.link_beside_host) / rates.link
+    host_s = both + (host_bytes - both * rates.host_beside_link) / rates.host
+    return max(link_s, chain + host_s)
+
+
+def _prefill_s(
+    layers: Sequence[LayerSize], places: Sequence[Place], pinned: Sequence[int], rates: Rates
+) -> float:
+    link = sum(
+        layer.raw_bytes * _link_slowdown(i in pinned, rates.link, rates.file)
+        for i, (layer, place) in enumerate(zip(layers, places, strict=True))
+        if place != Place.RESIDENT
+    )
+    return max(link / rates.link, len(layers) * PREFILL_TOKENS / rates.gpu_prefill) + rates.other_s
+
+
+def _link_slowdown(is_pinned: bool, link: float, file: float) -> float:
+    """Times longer that a layer takes to come over the link, because it has to be read first."""
+    return 1.0 if is_pinned else max(1.0, link / file)
+
+
+def _too_little(layers: Sequence[LayerSize], budgets: Budgets, rates: Rates) -> OutOfCapacityError:
+    fixed = [i for i, layer in enumerate(layers) if not layer.streamable]
+    if fixed:
+        return OutOfCapacityError(
+            f"the layers do not fit into {budgets.gpu_bytes} bytes of GPU memory, and layer {fixed[0]} "
+            "cannot be streamed (it has F32 or BF16 matrices): give this stage fewer layers"
+        )
+    unlimited = Budgets(budgets.gpu_bytes, 1 << 62, 1 << 62)
+    least = _measured(layers, arrange(len(layers), len(layers), 0), unlimited, rates)
+    ring_bytes = RING_SLOTS * max(layer.raw_bytes for layer in layers)
+    if least is None:  # cannot be: every layer is streamable and the pool has no bound
+        return OutOfCapacityError("the layers fit into no placement")
+    return OutOfCapacityError(
+        f"the layers fit into no placement: streaming all of them takes {least.gpu_bytes} bytes of GPU "
+        f"memory ({budgets.gpu_bytes} are allowed) and {ring_bytes} to {least.pinned_bytes} of pinned "
+        f"host memory ({budgets.pinned_bytes} are allowed)"
+    )
+
+
+def describe(placement: Placement) -> str:
+    """A line for people: "16 resident, 6 streamed, 10 on the host; ..." """
+    counts = ", ".join(f"{placement.count(place)} {place.value}" for place in Place)
+    predicted = placement.prediction
+    return (
+        f"{counts}; GPU {placement.gpu_bytes / 1e9:.2f} GB, host {placement.host_bytes / 1e9:.2f} GB of "
+        f"which pinned {placement.pinned_bytes / 1e9:.2f} GB; predicted tokens/s: "
+        f"{predicted.batch_1:.1f} at batch 1, {predicted.batch_8:.1f} at batch 8, "
+        f"{predicted.prefill:.0f} in prefill"
+    )

@@ -1,0 +1,39 @@
+"""Advice to the kernel about pages of the mapped file: read them ahead, or let go of them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from functools import cache
+
+import numpy as np
+
+_PAGE = mmap.PAGESIZE
+
+
+def read_ahead(data: np.ndarray) -> None:
+    """Starts reading the pages of a contiguous view of a mapping; returns at once."""
+    _advise(data, mmap.MADV_WILLNEED, outwards=True)
+
+
+def let_go(data: np.ndarray) -> None:
+    """The pages that lie wholly in a contiguous view no longer count as this process's memory; the page cache
+    may keep them. The view stays valid: its pages are read again when they are touched."""
+    _advise(data, mmap.MADV_DONTNEED, outwards=False)
+
+
+def _advise(data: np.ndarray, advice: int, outwards: bool) -> None:
+    """Without effect where the kernel does not take the advice: it is only about speed and memory."""
+    start, end = data.ctypes.data, data.ctypes.data + data.nbytes
+    if outwards:
+        start, end = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
+    else:
+        start, end = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
+    if end > start and os.name == "posix":
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

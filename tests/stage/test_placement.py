@@ -1,0 +1,173 @@
+"""Placements: within their budgets, never worse for having more, and what predictions are made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ConfigError, OutOfCapacityError
+from stage.placement import (
+    Budgets,
+    LayerSize,
+    Place,
+    Rates,
+    arrange,
+    choose,
+    describe,
+    measure,
+    parse_amount,
+    parse_places,
+    pinned_layers,
+)
+
+MB = 1_000_000
+RATES = Rates(
+    link=55e9, link_beside_host=50e9, host=85e9, host_beside_link=80e9, gpu=3e12, gpu_prefill=25_000 * 32,
+    file=8e9, other_s=1e-4,
+)  # fmt: skip
+LLAMA_8B = [LayerSize(131 * MB, 131 * MB, 17 * MB)] * 32
+
+layers_strategy = st.lists(
+    st.builds(
+        LayerSize,
+        packed_bytes=st.integers(1, 300 * MB),
+        raw_bytes=st.integers(1, 300 * MB),
+        kv_bytes=st.integers(0, 50 * MB),
+        active_share=st.floats(0.05, 1),
+    ),
+    min_size=1,
+    max_size=10,
+)
+budgets_strategy = st.builds(
+    Budgets, gpu_bytes=st.integers(0, 4000 * MB), host_bytes=st.integers(0, 4000 * MB),
+    pinned_bytes=st.integers(0, 4000 * MB),
+)  # fmt: skip
+
+
+@given(layers_strategy, budgets_strategy)
+@settings(max_examples=80, deadline=None)
+def test_a_choice_stays_within_every_budget(layers: list[LayerSize], budgets: Budgets) -> None:
+    try:
+        chosen = choose(layers, budgets, RATES)
+    except OutOfCapacityError:
+        return
+    assert len(chosen.places) == len(layers)
+    used = sum(
+        one.packed_bytes for one, place in zip(layers, chosen.places, strict=True) if place == Place.RESIDENT
+    )
+    kv_on_gpu = sum(
+        one.kv_bytes for one, place in zip(layers, chosen.places, strict=True) if place != Place.HOST
+    )
+    assert used + kv_on_gpu <= chosen.gpu_bytes <= budgets.gpu_bytes
+    assert chosen.host_bytes <= budgets.host_bytes
+    assert sum(layers[i].raw_bytes for i in chosen.pinned) <= chosen.pinned_bytes <= budgets.pinned_bytes
+    assert chosen == choose(layers, budgets, RATES)
+    assert measure(layers, chosen.places, budgets, RATES) == chosen
+
+
+@given(
+    st.builds(LayerSize, st.integers(1, 300 * MB), st.integers(1, 300 * MB), st.integers(0, 50 * MB)),
+    st.integers(1, 9),
+    budgets_strategy,
+    st.sampled_from(["gpu_bytes", "host_bytes", "pinned_bytes"]),
+    st.integers(0, 2000 * MB),
+)
+@settings(max_examples=80, deadline=None)
+def test_more_memory_is_never_slower(
+    layer: LayerSize, count: int, budgets: Budgets, which: str, more: int
+) -> None:
+    layers = [layer] * count
+    try:
+        before = choose(layers, budgets, RATES)
+    except OutOfCapacityError:
+        return
+    after = choose(layers, replace(budgets, **{which: getattr(budgets, which) + more}), RATES)
+    assert after.prediction.batch_1 >= before.prediction.batch_1
+
+
+@given(st.integers(1, 80), st.data())
+def test_an_arrangement_has_what_was_asked_for_and_spreads_it(num_layers: int, data: st.DataObject) -> None:
+    streamed = data.draw(st.integers(0, num_layers))
+    host = data.draw(st.integers(0, num_layers - streamed))
+    places = arrange(num_layers, streamed, host)
+    assert len(places) == num_layers
+    assert places.count(Place.STREAMED) == streamed
+    assert places.count(Place.HOST) == host
+    if streamed:
+        assert places[0] == Place.STREAMED
+    if streamed >= host > 0:  # never two host layers before the link has brought another one
+        assert all(places[i : i + 2] != (Place.HOST, Place.HOST) for i in range(num_layers))
+
+
+def test_everything_stays_resident_where_it_fits() -> None:
+    chosen = choose(LLAMA_8B, Budgets(5000 * MB, 0, 0), RATES)
+    assert chosen.places == (Place.RESIDENT,) * 32
+    assert chosen.pinned_bytes == 0
+
+
+def test_link_and_cores_share_what_does_not_fit() -> None:
+    """Half of Llama-8B: neither all streamed nor all on the host, and faster than either."""
+    budgets = Budgets(16 * 131 * MB + 32 * 17 * MB + 4 * 131 * MB, 64_000 * MB, 64_000 * MB)
+    chosen = choose(LLAMA_8B, budgets, RATES)
+    assert chosen.count(Place.RESIDENT) >= 15
+    assert chosen.count(Place.STREAMED) and chosen.count(Place.HOST)
+    for streamed, host in ((16, 0), (0, 16)):
+        one_sided = measure(LLAMA_8B, arrange(32, streamed, host), budgets, RATES)
+        assert chosen.prediction.batch_1 > 1.3 * one_sided.prediction.batch_1
+    assert 44 < chosen.prediction.batch_1 < 70
+    assert "streamed" in describe(chosen)
+
+
+def test_a_prediction_is_the_links_time_when_only_the_link_is_used() -> None:
+    budgets = Budgets(10**12, 10**12, 10**12)
+    streamed = measure(LLAMA_8B, arrange(32, 16, 0), budgets, RATES)
+    assert streamed.prediction.batch_1 == pytest.approx(55e9 / (16 * 131 * MB))
+    assert streamed.prediction.batch_8 == pytest.approx(8 * 55e9 / (16 * 131 * MB))
+    assert streamed.prediction.prefill == pytest.approx(512 / (16 * 131 * MB / 55e9 + 1e-4))
+
+
+def test_layers_beyond_the_pinned_pool_come_at_the_files_rate() -> None:
+    budgets = Budgets(10**12, 10**12, 8 * 131 * MB)
+    placement = measure(LLAMA_8B, arrange(32, 16, 0), budgets, RATES)
+    assert len(placement.pinned) == 8 - 3  # the ring takes the rest
+    seconds = 5 * 131 * MB / 55e9 + 11 * 131 * MB / 8e9
+    assert placement.prediction.batch_1 == pytest.approx(1 / seconds)
+
+
+def test_a_pool_too_small_for_the_ring_is_refused() -> None:
+    with pytest.raises(OutOfCapacityError, match="300 bytes of it"):
+        pinned_layers([Place.STREAMED] * 4, [100] * 4, 299)
+    assert pinned_layers([Place.STREAMED] * 4, [100] * 4, 300) == ((), 300)
+    assert pinned_layers([Place.STREAMED] * 4, [100] * 4, 400) == ((0, 1, 2, 3), 400)
+
+
+def test_what_fits_nowhere_is_refused_with_what_would_be_enough() -> None:
+    with pytest.raises(OutOfCapacityError, match="GPU memory"):
+        choose(LLAMA_8B, Budgets(100 * MB, 10**12, 10**12), RATES)
+    fixed = [replace(LLAMA_8B[0], streamable=False)] * 32
+    with pytest.raises(OutOfCapacityError, match="layer 0 cannot be streamed"):
+        choose(fixed, Budgets(100 * MB, 10**12, 10**12), RATES)
+    with pytest.raises(OutOfCapacityError, match="gpu_memory"):
+        measure(LLAMA_8B, arrange(32, 0, 0), Budgets(100 * MB, 10**12, 10**12), RATES)
+
+
+def test_explicit_placements_are_parsed_and_checked() -> None:
+    r, s, h = Place.RESIDENT, Place.STREAMED, Place.HOST
+    assert parse_places("2:4=streamed, 5=host", 6) == (r, r, s, s, r, h)
+    for wrong in ("", "7=host", "2:2=host", "1=disk", "0:3=host,2=streamed", "a=host", "1-2=host"):
+        with pytest.raises(ConfigError, match="placement"):
+            parse_places(wrong, 6)
+
+
+def test_amounts_are_bytes_or_fractions() -> None:
+    assert parse_amount("auto", 100) is None
+    assert parse_amount("0.5", 1000) == 500
+    assert parse_amount("12GB", 0) == 12 * 10**9
+    assert parse_amount("1.5GiB", 0) == 3 << 29
+    assert parse_amount("123456", 0) == 123456
+    for wrong in ("", "half", "-1", "1e9", "12 TB"):
+        with pytest.raises(ConfigError):
+            parse_amount(wrong, 1)
