@@ -1,0 +1,164 @@
+"""An engine whose backend decodes by itself: steps are issued ahead, read behind, and lose nothing."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import DeviceLostError, PipeLLMError
+from common.gguf.reader import GGUFFile
+from protos import stage_pb2
+from stage.engine import Engine
+from stage.model.registry import build_spec
+from stage.runner import Runner
+from stage.sequences import SequenceTable
+from tests.gguf_files import write_tiny_llama
+from tests.stage import steps
+from tests.stage.eager_decoder import DecodingBackend
+
+LAYERS, VOCAB, TIMEOUT_S = 2, 512, 20
+PROMPT = [1, 300, 40, 270, 333]
+OTHER = [1, 77, 500, 301, 299]
+
+
+class Stage:
+    def __init__(self, model: Path) -> None:
+        backend = DecodingBackend()
+        with GGUFFile.open(model) as file:
+            runner = Runner.load(
+                backend, file, build_spec(file), 0, LAYERS, embedding=True, head=True,
+                num_kv_blocks=steps.NUM_BLOCKS, kv_block_size=steps.BLOCK_SIZE,
+            )  # fmt: skip
+        self.decoder = backend.made
+        self.said: queue.SimpleQueue[stage_pb2.ExecuteResponse] = queue.SimpleQueue()
+        self.failures: queue.SimpleQueue[PipeLLMError] = queue.SimpleQueue()
+        sequences = SequenceTable(steps.NUM_BLOCKS, steps.BLOCK_SIZE, max_step_tokens=64, vocab_size=VOCAB)
+        self.engine = Engine(runner, sequences, 1, 0, self.said.put, self.failures.put)
+        self.tokens: dict[int, list[int]] = {}
+        self.acknowledged: list[int] = []
+
+    def listen_until(self, step_id: int) -> None:
+        """Takes in responses to the acknowledgement of a step; iterations must come in order."""
+        repeats: dict[int, int] = {}
+        while step_id not in self.acknowledged:
+            response = self.said.get(timeout=TIMEOUT_S)
+            for result in response.results:
+                assert result.repeat == repeats.get(result.step_id, 0)
+                repeats[result.step_id] = result.repeat + 1
+                for token in result.tokens:
+                    drawn = self.tokens.setdefault(token.sequence_id, [])
+                    drawn.append(token.token_id)
+                    assert token.position == len(PROMPT) + len(drawn) - 1
+            self.acknowledged += response.acknowledged_steps
+        assert self.failures.empty()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", layers=LAYERS)
+
+
+@pytest.fixture
+def stage(model: Path) -> Iterator[Stage]:
+    made = Stage(model)
+    yield made
+    made.decoder.may_tell.set()
+    made.engine.close()
+
+
+def together(*described: stage_pb2.Step) -> stage_pb2.Step:
+    """One step with the items of several."""
+    first, *others = described
+    for other in others:
+        first.items.extend(other.items)
+    return first
+
+
+def test_steps_are_issued_before_the_tokens_of_those_before_are_read(stage: Stage, model: Path) -> None:
+    stage.decoder.may_tell.clear()
+    stage.engine.post_steps([
+        steps.prompt_step(1, 9, PROMPT, [4, 2, 11]),
+        *(steps.decode_step(2 + n, 9, len(PROMPT) + 4 * n, repeat=4) for n in range(3)),
+    ])  # fmt: skip
+    stage.listen_until(1)
+    while len(stage.decoder.issued) < 3:
+        assert stage.failures.empty()
+    assert stage.decoder.issued == [([9], 4, False), ([9], 4, True), ([9], 4, True)]
+    assert len(stage.tokens[9]) == 1
+    stage.decoder.may_tell.set()
+    stage.listen_until(4)
+    assert stage.tokens[9] == steps.greedy_by_hand(model, LAYERS, PROMPT, 13)
+
+
+def test_a_newcomer_is_computed_between_and_joins(stage: Stage, model: Path) -> None:
+    stage.engine.post_steps([
+        steps.prompt_step(1, 9, PROMPT, [4, 2]),
+        steps.decode_step(2, 9, len(PROMPT), repeat=4),
+        together(steps.decode_step(3, 9, len(PROMPT) + 4), steps.prompt_step(3, 5, OTHER, [6, 3])),
+        together(steps.decode_step(4, 9, len(PROMPT) + 5, repeat=3), steps.decode_step(4, 5, len(OTHER))),
+        together(steps.decode_step(5, 9, len(PROMPT) + 8, repeat=2), steps.decode_step(5, 5, len(OTHER) + 3)),
+    ])  # fmt: skip
+    stage.listen_until(5)
+    assert stage.decoder.issued == [([9], 4, False), ([9, 5], 3, False), ([9, 5], 2, True)]
+    assert stage.tokens[9] == steps.greedy_by_hand(model, LAYERS, PROMPT, 11)
+    assert stage.tokens[5] == steps.greedy_by_hand(model, LAYERS, OTHER, 6)
+
+
+def test_a_long_repeat_is_issued_in_parts(stage: Stage, model: Path) -> None:
+    stage.engine.post_steps([
+        steps.prompt_step(1, 9, PROMPT, [4, 2, 11, 7]), steps.decode_step(2, 9, len(PROMPT), repeat=19)
+    ])  # fmt: skip
+    stage.listen_until(2)
+    assert [repeat for _, repeat, _ in stage.decoder.issued] == [8, 8, 3]
+    assert stage.tokens[9] == steps.greedy_by_hand(model, LAYERS, PROMPT, 20)
+
+
+def test_overrun_of_a_freed_sequence_is_not_computed(stage: Stage) -> None:
+    stage.decoder.may_tell.clear()
+    stage.engine.post_steps([
+        steps.prompt_step(1, 9, PROMPT, [4, 2, 11]), steps.decode_step(2, 9, len(PROMPT), repeat=4)
+    ])  # fmt: skip
+    stage.listen_until(1)
+    # Its tokens are not known, and the sequence leaves the rows: it waits, until it is freed.
+    stage.engine.post_steps([
+        steps.prompt_step(3, 5, OTHER, [6, 3]), steps.decode_step(4, 5, len(OTHER)),
+        steps.decode_step(5, 9, len(PROMPT) + 4, repeat=4), steps.free_step(6, 9),
+    ])  # fmt: skip
+    stage.decoder.may_tell.set()
+    stage.listen_until(5)
+    stage.listen_until(6)
+    assert ([9], 4, True) not in stage.decoder.issued[1:]
+    assert len(stage.engine.sequences) == 1
+
+
+def test_sampled_draws_do_not_depend_on_how_far_ahead_they_are_issued(model: Path) -> None:
+    def drawn(*repeats: int) -> list[int]:
+        stage = Stage(model)
+        prompt = steps.prompt_step(1, 9, PROMPT, [4, 2, 11])
+        options = prompt.items[0].start.sampling
+        options.temperature, options.seed, options.repeat_penalty, options.repeat_last_n = 0.9, 5, 1.2, 8
+        described, position = [prompt], len(PROMPT)
+        for step_id, repeat in enumerate(repeats, 2):
+            described.append(steps.decode_step(step_id, 9, position, repeat=repeat))
+            position += repeat
+        stage.engine.post_steps(described)
+        stage.listen_until(1 + len(repeats))
+        stage.engine.close()
+        return stage.tokens[9]
+
+    assert drawn(12) == drawn(1, 2, 4, 5) == drawn(*[1] * 12)
+
+
+def test_a_device_that_fails_ends_the_engine(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise DeviceLostError("CUDA error while launching: an illegal memory access")
+
+    monkeypatch.setattr("tests.stage.eager_decoder.Told.wait", fail)
+    stage.engine.post_steps([
+        steps.prompt_step(1, 9, PROMPT, [4, 2]), steps.decode_step(2, 9, len(PROMPT), repeat=2)
+    ])  # fmt: skip
+    assert type(stage.failures.get(timeout=TIMEOUT_S)) is DeviceLostError
+    stage.engine.close()
