@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import NotReadyError, OutOfCapacityError
+from common.sizes import gib
 from coordinator.layer_split import (
     Pool,
     Split,
@@ -161,18 +162,37 @@ def _does_not_fit(
         middle = (fitting + too_long) // 2
         fitting, too_long = (fitting, middle) if split_for(middle) is None else (middle, too_long)
     message = (
-        f"the model does not fit: {_gib(weights)} of weights and {_gib(needed - weights)} of KV cache for one"
-        f" sequence of {context} tokens make {_gib(needed)}, the stages have {_gib(available)}"
+        f"the model does not fit: {gib(weights)} of weights and {gib(needed - weights)} of KV cache for one"
+        f" sequence of {context} tokens make {gib(needed)}, the {_stages(pools)} {gib(available)}"
     )
     if needed <= available:
         message += ", but in parts that no split of whole layers fits"
-    if fitting:
-        return f"{message}; a context of {fitting} tokens would fit, or add a stage or free memory"
-    return f"{message}; add a stage, free memory, or take a smaller quantisation of the model"
+    else:
+        message += f": {gib(needed - available)} are missing"
+    remedies = [f"a context of {fitting} tokens would fit"] if fitting else []
+    remedies.append(
+        f"add a stage with {gib(needed - available)} free" if needed > available else "add a stage"
+    )
+    remedies.append("free memory")
+    smaller = available - (needed - weights)
+    room = f" whose weights take at most {gib(smaller)}" if needed > available and smaller > 0 else ""
+    remedies.append(f"take a smaller quantisation of the model{room}")
+    return f"{message}; {', or '.join(remedies)}"
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.2f} MiB"
+def _stages(pools: Sequence[Pool]) -> str:
+    """Whose memory it is, named where there are few."""
+    ids = [stage.costs.stage_id for pool in pools for stage in pool.stages]
+    if len(ids) == 1:
+        return f"only stage, {ids[0]!r}, has"
+    named = (
+        f" ({', '.join(f'{_name(pool)} {gib(pool.budget)}' for pool in pools)})" if len(pools) <= 8 else ""
+    )
+    return f"{len(ids)} stages{named} have"
+
+
+def _name(pool: Pool) -> str:
+    return " and ".join(repr(stage.costs.stage_id) for stage in pool.stages)
 
 
 def _block_size(stages: Sequence[StageCosts], settings: PlanSettings) -> int:

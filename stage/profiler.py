@@ -29,6 +29,7 @@ _EVICT_BYTES = 128 << 20
 
 def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.ProfileResponse:
     """Times one middle layer on `backend` and counts bytes as the backend would store them."""
+    budget_bytes = backend.memory_budget_bytes()  # before torch keeps memory of the measurement's own
     layer = spec.layers[len(spec.layers) // 2]
     decode_s = _time_layer(backend, file, spec, layer)
     active_bytes = _stored_bytes(backend, file, layer) * active_share(file, layer)
@@ -46,7 +47,7 @@ def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.Prof
         layer_kv_bytes_per_token=[backend.kv_bytes_per_token(layer) for layer in spec.layers],
         embedding_bytes=embedding_bytes,
         head_bytes=head_bytes,
-        memory_budget_bytes=backend.memory_budget_bytes(),
+        memory_budget_bytes=budget_bytes,
     )
 
 

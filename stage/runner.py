@@ -15,6 +15,7 @@ import torch
 
 from common.errors import CancelledError, InvalidRequestError, NotReadyError, OutOfCapacityError
 from common.gguf.reader import GGUFFile
+from common.sizes import gib
 from stage.backends.base import Backend, Batch, Decoder, KvCache, RawTensors, Replayer
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, SpecPart, tensor_refs
 from stage.sampler import Drawn, SamplingOptions
@@ -199,8 +200,12 @@ def _check_fit(
     kv_bytes = num_kv_blocks * kv_block_size * per_token
     budget = backend.memory_budget_bytes()
     if weight_bytes + kv_bytes > budget:
+        room = (budget - weight_bytes) // max(1, kv_block_size * per_token)
+        fewer = f"; a KV cache of {room * kv_block_size} tokens would fit" if room > 0 else ""
         raise OutOfCapacityError(
-            f"layers {layers[0].index} to {layers[-1].index + 1} need {weight_bytes} bytes of weights and "
-            f"{kv_bytes} of KV cache ({num_kv_blocks} blocks of {kv_block_size} tokens), "
-            f"{budget} bytes are free: give this stage fewer layers, or lower the context length"
+            f"layers {layers[0].index} to {layers[-1].index + 1} do not fit on {backend.device}: "
+            f"{gib(weight_bytes)} of weights and {gib(kv_bytes)} of KV cache ({num_kv_blocks} blocks of "
+            f"{kv_block_size} tokens), {gib(budget)} are free for them: "
+            f"{gib(weight_bytes + kv_bytes - budget)} are missing{fewer}. Lower the context length, give "
+            "this stage fewer layers (add another stage), free memory, or take a smaller quantisation"
         )

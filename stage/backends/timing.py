@@ -17,6 +17,7 @@ import torch
 
 from common.errors import OutOfCapacityError
 from common.gguf.reader import GGUFFile
+from common.sizes import gib
 from stage.backends.base import Backend, make_batch
 from stage.model.spec import LayerSpec, ModelSpec, MoeFfnSpec, SpecPart, tensor_refs
 from stage.weights.loader import raw_tensors
@@ -74,8 +75,9 @@ class Model:
         needed, free = sum(stored) + kv_bytes, backend.memory_budget_bytes()
         if needed > free:
             raise OutOfCapacityError(
-                f"weights and KV cache take {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free for "
-                f"them on {backend.device}: {(needed - free) / 2**30:.2f} GiB are missing"
+                f"weights and a KV cache for {max_context} tokens take {gib(needed)}, {gib(free)} are free "
+                f"for them on {backend.device}: {gib(needed - free)} are missing; take fewer tokens, or a "
+                "smaller quantisation of the model"
             )
         self.weight_bytes = sum(stored)
         # What a row reads: a row of the embedding, the experts it goes through, all of the head.

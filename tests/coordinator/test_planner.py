@@ -280,18 +280,33 @@ def test_automatic_context_does_not_move_layers_to_a_slow_stage() -> None:
     assert (asked_for.context_length, len(asked_for.windows)) == (8192, 2)
 
 
-def test_what_does_not_fit_is_refused_with_both_numbers_and_a_way_out() -> None:
-    with pytest.raises(
-        OutOfCapacityError, match="make 16.00 MiB, the stages have 12.00 MiB; a context of 512"
-    ):
-        plan(MODEL, [stage("a", memory_budget_bytes=12 * MIB)], SETTINGS)
-    with pytest.raises(OutOfCapacityError, match="take a smaller quantisation"):
-        plan(MODEL, [stage("a", memory_budget_bytes=4 * MIB)], SETTINGS)
-    with pytest.raises(OutOfCapacityError, match="one sequence of 512 tokens"):
-        plan(MODEL, [stage("a", memory_budget_bytes=9 * MIB)], replace(SETTINGS, context_length=0))
-    with pytest.raises(OutOfCapacityError, match="no split of whole layers fits"):
-        stages = [stage(str(index), memory_budget_bytes=3 * MIB) for index in range(6)]
-        plan(MODEL, stages, SETTINGS)
+def refusal(stages: list[StageCosts], settings: PlanSettings = SETTINGS) -> str:
+    with pytest.raises(OutOfCapacityError) as caught:
+        plan(MODEL, stages, settings)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused_with_what_is_missing_and_what_would_help() -> None:
+    said = refusal([stage("a", memory_budget_bytes=12 * MIB)])
+    assert (
+        "8.00 MiB of weights and 8.00 MiB of KV cache for one sequence of 1024 tokens make 16.00 MiB" in said
+    )
+    assert (
+        "the only stage, 'a', has 12.00 MiB: 4.00 MiB are missing; a context of 512 tokens would fit" in said
+    )
+    assert "add a stage with 4.00 MiB free" in said
+    assert "take a smaller quantisation of the model whose weights take at most 4.00 MiB" in said
+
+    said = refusal([stage("a", memory_budget_bytes=3 * MIB), stage("b", memory_budget_bytes=1 * MIB)])
+    assert "the 2 stages ('a' 3.00 MiB, 'b' 1.00 MiB) have 4.00 MiB: 12.00 MiB are missing" in said
+    assert "would fit" not in said  # not even the weights do
+    assert said.endswith("take a smaller quantisation of the model")
+
+    unasked = replace(SETTINGS, context_length=0)
+    assert "one sequence of 512 tokens" in refusal([stage("a", memory_budget_bytes=9 * MIB)], unasked)
+
+    said = refusal([stage(str(index), memory_budget_bytes=3 * MIB) for index in range(6)])
+    assert "no split of whole layers fits" in said and "missing" not in said
 
 
 def test_stages_that_contradict_the_model_are_refused() -> None:

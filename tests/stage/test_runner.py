@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType
 
 from common.errors import CancelledError, InvalidRequestError, NotReadyError, OutOfCapacityError
 from common.gguf.reader import GGUFFile
+from common.sizes import gib
 from stage.backends.base import make_batch
 from stage.backends.reference import ReferenceBackend
 from stage.model.registry import build_spec
@@ -147,16 +148,24 @@ def test_impossible_ranges_are_refused(
         load(model, start, end, **changes)
 
 
-def test_what_does_not_fit_is_refused_with_both_numbers(model: tuple[GGUFFile, ModelSpec]) -> None:
+def test_what_does_not_fit_is_refused_with_what_is_missing(model: tuple[GGUFFile, ModelSpec]) -> None:
     needed = load(model).weight_bytes
-    for memory, num_blocks in ((needed - 1, 1), (needed + 1000, NUM_BLOCKS)):
-        with pytest.raises(
-            OutOfCapacityError, match=rf"{needed} bytes of weights.*\b{memory} bytes are free"
-        ):
+
+    def refusal(memory: int, num_blocks: int) -> str:
+        with pytest.raises(OutOfCapacityError) as caught:
             Runner.load(
                 ReferenceBackend(memory), *model, 0, LAYERS, embedding=True, head=True,
                 num_kv_blocks=num_blocks, kv_block_size=BLOCK_SIZE,
             )  # fmt: skip
+        return str(caught.value)
+
+    said = refusal(needed - 2**20, 1)
+    assert f"{gib(needed)} of weights" in said and f"{gib(needed - 2**20)} are free" in said
+    assert "MiB are missing. Lower" in said  # no KV cache would do
+    per_block = BLOCK_SIZE * sum(ReferenceBackend().kv_bytes_per_token(layer) for layer in model[1].layers)
+    said = refusal(needed + 3 * per_block, NUM_BLOCKS)
+    assert f"{gib((NUM_BLOCKS - 3) * per_block)} are missing" in said
+    assert f"a KV cache of {3 * BLOCK_SIZE} tokens would fit" in said
 
 
 def test_inputs_are_checked(model: tuple[GGUFFile, ModelSpec]) -> None:
