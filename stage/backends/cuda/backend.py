@@ -6,22 +6,26 @@ residual stream, norms and the softmax are float32, the KV cache is f16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from common.errors import PipeLLMError, UnsupportedModelError
+from common.gguf.reader import GGUFFile
 from stage.backends.base import Batch, RawTensors
 from stage.backends.cuda import kv_cache
 from stage.backends.cuda.decode import CudaDecoder, RangeGraphs
 from stage.backends.cuda.forward import Forward, Rows, context_bucket
 from stage.backends.cuda.kv_cache import HEAD_STRIDES, CudaKvCache
 from stage.backends.cuda.launch import Kernels
+from stage.backends.cuda.offload import OffloadedLayers
+from stage.backends.cuda.pieces import AnyLayer
 from stage.backends.cuda.repack import packed_bytes
 from stage.backends.cuda.sampling import MAX_ROWS, RowSampler
 from stage.backends.cuda.weights import Embedding, Head, Layer, WeightLoader
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, ModelSpec, MoeFfnSpec, SpecPart
+from stage.placement import Place
 from stage.sampler import Drawn, SamplingOptions
 from stage.weights.quants import RawTensor
 
@@ -46,6 +50,7 @@ class CudaBackend:
         self._weights: WeightLoader | None = WeightLoader(self.device)
         self._last: tuple[Batch, Rows] | None = None  # every layer of a step is run with the same batch
         self._use_graphs = graphs
+        self.offloaded: OffloadedLayers | None = None
         self._sampler: RowSampler | None = None
 
     # --- what it can do, and what that takes --------------------------------------------------------------
@@ -92,6 +97,24 @@ class CudaBackend:
         free, _ = torch.cuda.mem_get_info(self.device)
         return max(0, free - RESERVE_BYTES)
 
+    def offload(
+        self,
+        file: GGUFFile,
+        layers: Sequence[LayerSpec],
+        places: Mapping[int, Place],
+        pinned_bytes: int,
+        host_threads: int = 0,
+        prefetch: bool = True,
+    ) -> None:
+        """Says, before any layer is prepared, where the layers' weights will lie (by global layer number).
+
+        Takes the pinned memory and the slots on the GPU. Raises UnsupportedModelError for a layer that cannot
+        be streamed, OutOfCapacityError where the pinned memory is too small or not to be had."""
+        if any(places[layer.index] != Place.RESIDENT for layer in layers):
+            self.offloaded = OffloadedLayers(
+                self.forward, file, layers, places, pinned_bytes, host_threads, prefetch
+            )
+
     # --- weights and cache --------------------------------------------------------------------------------
 
     @property
@@ -103,13 +126,17 @@ class CudaBackend:
     def prepare_embedding(self, spec: EmbeddingSpec, raw: RawTensors) -> Embedding:
         return self._loader.embedding(spec, raw)
 
-    def prepare_layer(self, spec: LayerSpec, raw: RawTensors) -> Layer:
+    def prepare_layer(self, spec: LayerSpec, raw: RawTensors) -> AnyLayer:
+        if self.offloaded is not None and self.offloaded.places[spec.index] != Place.RESIDENT:
+            return self.offloaded.prepare(spec, raw)
         return self._loader.layer(spec, raw)
 
     def prepare_head(self, spec: HeadSpec, raw: RawTensors) -> Head:
         return self._loader.head(spec, raw)
 
     def allocate_kv(self, layers: Sequence[LayerSpec], num_blocks: int, block_size: int) -> CudaKvCache:
+        if self.offloaded is not None:
+            return self.offloaded.allocate_kv(layers, num_blocks, block_size)
         return CudaKvCache(layers, num_blocks, block_size, self.device)
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -120,13 +147,18 @@ class CudaBackend:
         return self.forward.embed(embedding, tokens)
 
     def run_layer(
-        self, layer: Layer, kv: CudaKvCache, batch: Batch, hidden_states: torch.Tensor
+        self, layer: AnyLayer, kv: CudaKvCache, batch: Batch, hidden_states: torch.Tensor
     ) -> torch.Tensor:
         if self._last is None or self._last[0] is not batch:
             torch.cuda.set_device(self.device)
             self._last = (batch, Rows.of(batch, self.device))
+            if self.offloaded is not None:
+                self.offloaded.begin(batch.num_rows)
         hidden_states = hidden_states.to(self.device).contiguous()
-        self.forward.layer(layer, kv, self._last[1], hidden_states)
+        if isinstance(layer, Layer):
+            self.forward.layer(layer, kv, self._last[1], hidden_states)
+        elif self.offloaded is not None:
+            self.offloaded.run(layer, kv, batch, self._last[1], hidden_states)
         return hidden_states
 
     def logits(self, head: Head, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -151,7 +183,7 @@ class CudaBackend:
     def decoder(
         self,
         embedding: Embedding,
-        layers: Sequence[Layer],
+        layers: Sequence[AnyLayer],
         head: Head,
         kv: CudaKvCache,
         max_context: int,
@@ -159,11 +191,14 @@ class CudaBackend:
         return CudaDecoder(self, embedding, layers, head, kv, max_context, self._use_graphs)
 
     def replayer(
-        self, embedding: Embedding | None, layers: Sequence[Layer], kv: CudaKvCache, max_context: int
+        self, embedding: Embedding | None, layers: Sequence[AnyLayer], kv: CudaKvCache, max_context: int
     ) -> RangeGraphs | None:
         return RangeGraphs(self, embedding, layers, kv, max_context) if self._use_graphs else None
 
     def close(self) -> None:
+        if self.offloaded is not None:
+            self.offloaded.close()
+            self.offloaded = None
         self._weights = None
         self._last = self._sampler = None
         torch.cuda.synchronize(self.device)

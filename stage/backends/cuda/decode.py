@@ -20,6 +20,7 @@ from stage.backends.cuda import sampling
 from stage.backends.cuda.forward import Forward, Rows, context_bucket
 from stage.backends.cuda.kv_cache import CudaKvCache
 from stage.backends.cuda.linear import Operand
+from stage.backends.cuda.pieces import AnyLayer, Piece, StepPieces
 from stage.backends.cuda.sampling import RowSampler, upload
 from stage.backends.cuda.weights import Embedding, Head, Layer
 from stage.sampler import Drawn, SamplingOptions
@@ -143,15 +144,18 @@ class CudaDecoder:
         self,
         backend: CudaBackend,
         embedding: Embedding,
-        layers: Sequence[Layer],
+        layers: Sequence[AnyLayer],
         head: Head,
         kv: CudaKvCache,
         max_context: int,
         graphs: bool = True,
     ) -> None:
         self._forward, self._device = backend.forward, backend.device
-        self._embedding, self._layers, self._head, self._kv = embedding, tuple(layers), head, kv
-        self._graphs = StepGraphs(backend.device, graphs)
+        self._embedding, self._head, self._kv = embedding, head, kv
+        self._pieces = StepPieces(backend.offloaded, layers)
+        shape = (MAX_ROWS, head.output.in_features)
+        self._hidden_states = torch.zeros(shape, dtype=torch.float32, device=backend.device)
+        self._graphs = StepGraphs(backend.device, graphs, _MAX_GRAPHS * self._pieces.count)
         self._rows = StepRows(kv, max_context, backend.device)
         self._vocabulary = head.output.out_features
         self._sampler = RowSampler(backend.kernels, self._vocabulary, context_bucket(max_context))
@@ -179,23 +183,36 @@ class CudaDecoder:
         longest = max(row.position for row in rows) + 1
         method = self._sampler.method
         for ahead in range(repeat):
-            self._step(bucket, context_bucket(longest + ahead), method)
+            batch = self._pieces.host_batch(rows, ahead, self._kv.block_size)
+            self._step(bucket, context_bucket(longest + ahead), method, batch)
         records = self._sampler.records(repeat, bucket)
         return DeviceDraws(records, [row.options for row in rows], self._vocabulary)
 
-    def _step(self, bucket: int, context: int, method: str) -> None:
-        def step() -> None:
-            rows = self._rows.rows(self._sampler.positions, bucket, context)
-            hidden_states = self._forward.embed(self._embedding, self._sampler.tokens[:bucket])
-            operand = run_layers(self._forward, self._layers, self._kv, rows, hidden_states, self._head)
+    def _step(self, bucket: int, context: int, method: str, batch: Batch | None) -> None:
+        def run(piece: Piece) -> None:
+            def step() -> None:
+                self._compute(piece, bucket, context, method)
+
+            def trial() -> None:
+                saved, kept = self._sampler.save(), self._hidden_states.clone()
+                step()
+                self._sampler.restore(saved)
+                self._hidden_states.copy_(kept)
+
+            self._graphs.run((bucket, context, method, piece.number), step, trial)
+
+        self._pieces.run(batch, self._hidden_states, run)
+
+    def _compute(self, piece: Piece, bucket: int, context: int, method: str) -> None:
+        rows = self._rows.rows(self._sampler.positions, bucket, context)
+        hidden_states = self._hidden_states[:bucket]
+        if piece.is_first:
+            embedded = self._forward.embed(self._embedding, self._sampler.tokens[:bucket])
+            hidden_states = embedded if piece.is_last else hidden_states.copy_(embedded)
+        head = self._head if piece.is_last else None
+        operand = run_layers(self._forward, piece.layers, self._kv, rows, hidden_states, head)
+        if piece.is_last:
             self._sampler.launch(self._forward.logits(self._head, hidden_states, operand), method)
-
-        def trial() -> None:
-            saved = self._sampler.save()
-            step()
-            self._sampler.restore(saved)
-
-        self._graphs.run((bucket, context, method), step, trial)
 
 
 class RangeGraphs:
@@ -205,17 +222,18 @@ class RangeGraphs:
         self,
         backend: CudaBackend,
         embedding: Embedding | None,
-        layers: Sequence[Layer],
+        layers: Sequence[AnyLayer],
         kv: CudaKvCache,
         max_context: int,
     ) -> None:
         self._forward, self._device, self._kv = backend.forward, backend.device, kv
-        self._embedding, self._layers = embedding, tuple(layers)
-        self._graphs = StepGraphs(backend.device, enabled=True)
+        self._embedding = embedding
+        self._pieces = StepPieces(backend.offloaded, layers)
+        self._graphs = StepGraphs(backend.device, True, _MAX_GRAPHS * self._pieces.count)
         self._rows = StepRows(kv, max_context, backend.device)
         self._positions = torch.zeros(MAX_ROWS, dtype=torch.int32, device=backend.device)
         self._tokens = torch.zeros(MAX_ROWS, dtype=torch.int32, device=backend.device)
-        shape = (MAX_ROWS, layers[0].output.out_features)
+        shape = (MAX_ROWS, layers[0].spec.attention.output.out_features)
         self._hidden_states = torch.zeros(shape, dtype=torch.float32, device=backend.device)
 
     def takes(self, batch: Batch) -> bool:
@@ -233,19 +251,25 @@ class RangeGraphs:
             self._hidden_states[:num_rows].copy_(inputs)
         context = context_bucket(max(sequence.context_length for sequence in batch.sequences))
 
-        def step() -> None:
-            rows = self._rows.rows(self._positions, bucket, context)
-            hidden_states = self._hidden_states[:bucket]
-            if self._embedding is not None:
-                hidden_states.copy_(self._forward.embed(self._embedding, self._tokens[:bucket]))
-            run_layers(self._forward, self._layers, self._kv, rows, hidden_states, None)
+        def run(piece: Piece) -> None:
+            if not (piece.layers or (piece.is_first and self._embedding is not None)):
+                return
 
-        def trial() -> None:
-            saved = self._hidden_states.clone()
-            step()
-            self._hidden_states.copy_(saved)
+            def step() -> None:
+                rows = self._rows.rows(self._positions, bucket, context)
+                hidden_states = self._hidden_states[:bucket]
+                if piece.is_first and self._embedding is not None:
+                    hidden_states.copy_(self._forward.embed(self._embedding, self._tokens[:bucket]))
+                run_layers(self._forward, piece.layers, self._kv, rows, hidden_states, None)
 
-        self._graphs.run((bucket, context), step, trial)
+            def trial() -> None:
+                saved = self._hidden_states.clone()
+                step()
+                self._hidden_states.copy_(saved)
+
+            self._graphs.run((bucket, context, piece.number), step, trial)
+
+        self._pieces.run(batch, self._hidden_states, run)
         return self._hidden_states[:num_rows].clone()
 
 

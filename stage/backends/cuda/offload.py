@@ -2,7 +2,7 @@
 
 Their matrices live once in host memory, as the file's bytes: in the pinned pool as far as it goes, else in
 the file. What is small (norms, biases, rotary tables) is on the GPU for every layer. Decode computes host
-layers on the host's cores; steps of more than HOST_ROWS rows stream those too.
+layers on the host's cores; prefill of more than HOST_ROWS rows streams those too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stage.weights.loader import raw_tensors
 from stage.weights.paging import let_go
 from stage.weights.quants import RawTensor
 
-HOST_ROWS = 64  # most rows of a step whose host layers the host computes
+HOST_ROWS = 16  # most rows of a step, other than decode, whose host layers the host computes
 _ALIGNMENT = 256
 
 
@@ -42,15 +42,6 @@ _ALIGNMENT = 256
 class OffloadedLayer:
     spec: LayerSpec
     views: tuple[Layer, ...]  # with its tiles in each of the tile slots
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of a step: host layers, then layers on the GPU, the first of which may be a streamed one."""
-
-    host: tuple[int, ...]
-    streamed: int | None
-    layers: tuple[Layer, ...]  # on the GPU, at addresses that do not change from step to step
 
 
 class OffloadedLayers:
@@ -76,7 +67,7 @@ class OffloadedLayers:
 
         self._forward = forward
         self._device = forward.device
-        self._places = {spec.index: places[spec.index] for spec in specs}
+        self.places = {spec.index: places[spec.index] for spec in specs}
         offloaded = [spec for spec in specs if places[spec.index] != Place.RESIDENT]
         raws = {spec.index: raw_tensors(file, tensor_refs(spec)) for spec in offloaded}
         for spec in offloaded:
@@ -87,7 +78,7 @@ class OffloadedLayers:
         }
         indices = list(self._layouts)
         chosen, _ = pinned_layers(
-            [self._places[i] for i in indices], [self._layouts[i].nbytes for i in indices], pinned_bytes
+            [self.places[i] for i in indices], [self._layouts[i].nbytes for i in indices], pinned_bytes
         )
         pinned = {indices[i] for i in chosen}
         largest = max(layout.nbytes for layout in self._layouts.values())
@@ -100,7 +91,7 @@ class OffloadedLayers:
             slots = [self._pool.take(largest) for _ in range(RING_SLOTS)]
             ring = ReadAhead(in_ring, slots, direct=file.file_bytes > psutil.virtual_memory().available)
         self._blobs = _Blobs(blobs, ring)
-        hosts = any(place == Place.HOST for place in self._places.values())
+        hosts = any(place == Place.HOST for place in self.places.values())
         self._host = HostLayers(self._device, host_threads) if hosts else None
         self._recipes: dict[int, list[MatrixRecipe]] = {}
         self._loader: _NotingLoader | None = _NotingLoader(self._device)
@@ -143,7 +134,7 @@ class OffloadedLayers:
         blob = self._blobs.pinned.get(spec.index)
         if blob is not None:
             fill(layout, blob)
-        if self._host is not None and self._places[spec.index] == Place.HOST:
+        if self._host is not None and self.places[spec.index] == Place.HOST:
             ours = raw if blob is None else {**raw, **raw_tensors_in(layout, blob)}
             self._host.prepare(spec, ours)
         for tensor in layout.tensors.values():
@@ -152,8 +143,8 @@ class OffloadedLayers:
 
     def allocate_kv(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> CudaKvCache:
         """Host layers' K and V lie in host memory; on the GPU they share one layer's room."""
-        host = [spec for spec in specs if self._places[spec.index] == Place.HOST]
-        others = [spec for spec in specs if self._places[spec.index] != Place.HOST]
+        host = [spec for spec in specs if self.places[spec.index] == Place.HOST]
+        others = [spec for spec in specs if self.places[spec.index] != Place.HOST]
         kv = CudaKvCache(others, num_blocks, block_size, self._device)
         if self._host is not None and host:
             self._host.allocate_kv(host, num_blocks, block_size)
@@ -170,22 +161,27 @@ class OffloadedLayers:
     # --- steps, layer by layer ------------------------------------------------------------------------------
 
     def begin(self, num_rows: int) -> None:
-        """A step of so many rows begins."""
+        """A step of so many rows begins, layer by layer."""
+        if num_rows <= HOST_ROWS:
+            self.begin_decode()
+            return
         self._loader = None
-        self._decoding = num_rows <= HOST_ROWS
-        if self._decoding:
-            self.stream.follow(self._decode_order)
-        else:
-            pairs = zip(self._prefill_order, self._decode_order, strict=False)
-            common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self._decode_order))
-            self.stream.follow(self._prefill_order, common)
+        self._decoding = False
+        pairs = zip(self._prefill_order, self._decode_order, strict=False)
+        common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self._decode_order))
+        self.stream.follow(self._prefill_order, common)
+
+    def begin_decode(self) -> None:
+        self._loader = None
+        self._decoding = True
+        self.stream.follow(self._decode_order)
 
     def run(
         self, layer: OffloadedLayer, kv: CudaKvCache, batch: Batch, rows: Rows, hidden_states: torch.Tensor
     ) -> None:
         """hidden_states: f32 [rows, hidden_size] on the GPU, changed in place."""
         index = layer.spec.index
-        on_host = self._places[index] == Place.HOST
+        on_host = self.places[index] == Place.HOST
         if on_host and self._decoding:
             self.run_host((index,), batch, hidden_states)
             return
@@ -197,29 +193,9 @@ class OffloadedLayers:
         if on_host and self._host is not None:
             self._host.take_back(index, batch, kv)
 
-    # --- decode in pieces -----------------------------------------------------------------------------------
-
-    def pieces(self, layers: Sequence[Layer | OffloadedLayer]) -> list[Piece]:
-        """What a decode step of these layers consists of; the first piece may have no layers."""
-        pieces = [Piece((), None, ())]
-        for layer in layers:
-            last = pieces[-1]
-            if isinstance(layer, Layer):
-                pieces[-1] = replace(last, layers=(*last.layers, layer))
-                continue
-            index = layer.spec.index
-            if self._places[index] == Place.HOST:
-                if last.layers or len(pieces) == 1:
-                    pieces.append(Piece((index,), None, ()))
-                else:
-                    pieces[-1] = replace(last, host=(*last.host, index))
-                continue
-            view = layer.views[self.stream.slot_of(self._decode_order, index)]
-            if last.layers:
-                pieces.append(Piece((), index, (view,)))
-            else:
-                pieces[-1] = replace(last, streamed=index, layers=(view,))
-        return pieces
+    def decode_view(self, layer: OffloadedLayer) -> Layer:
+        """A streamed layer with its tiles in the slot that decode always uses for it."""
+        return layer.views[self.stream.slot_of(self._decode_order, layer.spec.index)]
 
     def run_host(self, layers: Sequence[int], batch: Batch, hidden_states: torch.Tensor) -> None:
         if self._host is None:
@@ -243,7 +219,7 @@ class OffloadedLayers:
         self._pool.close()
 
     def _order(self, *places: Place) -> tuple[int, ...]:
-        return tuple(index for index, place in self._places.items() if place in places)
+        return tuple(index for index, place in self.places.items() if place in places)
 
 
 class _Blobs:

@@ -61,8 +61,9 @@ class _Slot:
     free: torch.cuda.Event
 
 
-# Told ("copy" | "repack" | "compute", stream) before that work is issued; tests delay it here.
-Hook = Callable[[str, torch.cuda.Stream], None]
+# Told, before that work is issued, "copy", "repack" or "compute", the stream, and the memory of the slot that
+# the first two write and the last reads: a check for races delays and poisons here.
+Hook = Callable[[str, torch.cuda.Stream, torch.Tensor], None]
 
 
 class WeightStream:
@@ -76,7 +77,7 @@ class WeightStream:
         raw_bytes: int,
         tile_bytes: int,
         prefetch: bool = True,
-        hook: Hook = lambda what, stream: None,
+        hook: Hook = lambda what, stream, slot: None,
     ) -> None:
         """`raw_bytes`, `tile_bytes`: of the largest layer. `prefetch`: off, a layer is asked for when it is
         needed (to measure what prefetching gains)."""
@@ -84,7 +85,8 @@ class WeightStream:
 
         self._driver = driver
         self._kernels, self._recipes, self._host = kernels, recipes, host
-        self._prefetch, self._hook = prefetch, hook
+        self._prefetch = prefetch
+        self.hook = hook
         self._device = kernels.device
         self._repacker = Repacker(kernels)
         self._copy_stream = torch.cuda.Stream(self._device)
@@ -140,7 +142,7 @@ class WeightStream:
         slot = self._tile_slot(self._repacked[0])
         stream = torch.cuda.current_stream(self._device)
         self._wait(stream, self._tiles[slot].full)
-        self._hook("compute", stream)
+        self.hook("compute", stream, self._tiles[slot].memory)
         self._reading = True
         return slot
 
@@ -200,7 +202,7 @@ class WeightStream:
             return False
         slot, stream = self._raw[self._raw_turn], self._copy_stream
         self._wait(stream, slot.free)
-        self._hook("copy", stream)
+        self.hook("copy", stream, slot.memory)
         (code,) = self._driver.cuMemcpyHtoDAsync(
             slot.memory.data_ptr(), blob.ctypes.data, blob.nbytes, stream.cuda_stream
         )
@@ -217,7 +219,7 @@ class WeightStream:
         raw, tiles, stream = self._raw[raw_slot], self._tiles[self._tile_slot(position)], self._repack_stream
         self._wait(stream, raw.full)
         self._wait(stream, tiles.free)
-        self._hook("repack", stream)
+        self.hook("repack", stream, tiles.memory)
         with torch.cuda.stream(stream):
             for recipe in self._recipes[self._order[position % len(self._order)]]:
                 self._repacker.run(recipe, raw.memory.data_ptr(), tiles.memory.data_ptr())
