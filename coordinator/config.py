@@ -14,7 +14,7 @@ _MAX_WAIT_S = 1e6
 _RANGES = {
     "min_stages": (1, _MAX_COUNT), "context_length": (0, _MAX_COUNT), "kv_block_size": (1, _MAX_COUNT),
     "max_step_tokens": (1, _MAX_COUNT), "max_sequences": (1, _MAX_COUNT), "max_waiting": (0, _MAX_COUNT),
-    "run_ahead": (1, _MAX_COUNT), "repeat": (1, _MAX_COUNT),
+    "run_ahead": (0, _MAX_COUNT), "repeat": (0, _MAX_COUNT),
     "lease_s": (0.1, 3600.0), "load_timeout_s": (0.1, _MAX_WAIT_S), "step_timeout_s": (0.1, _MAX_WAIT_S),
     "drain_s": (0.0, _MAX_WAIT_S),
 }  # fmt: skip
@@ -36,8 +36,10 @@ class CoordinatorConfig:
     max_step_tokens: int = field(default=512, metadata={"help": "rows of one forward at most"})
     max_sequences: int = field(default=32, metadata={"help": "sequences computed at once"})
     max_waiting: int = field(default=256, metadata={"help": "requests that may queue"})
-    run_ahead: int = field(default=8, metadata={"help": "decode steps issued ahead of their results"})
-    repeat: int = field(default=4, metadata={"help": "decode steps in one message"})
+    run_ahead: int = field(
+        default=0, metadata={"help": "decode iterations issued ahead of their results; 0: 50 ms of them"}
+    )
+    repeat: int = field(default=0, metadata={"help": "decode iterations in one step; 0: 25 ms of them"})
     lease_s: float = field(default=3.0, metadata={"help": "a stage silent for so long is lost"})
     load_timeout_s: float = field(default=1800.0, metadata={"help": "longest load of a model"})
     step_timeout_s: float = field(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.errors import PipeLLMError
+from coordinator.pace import Pace
 from coordinator.sequence import Residency
 from protos import stage_pb2
 
@@ -19,7 +20,9 @@ class Group:
     index: int
     residencies: dict[int, Residency] = field(default_factory=dict)  # by wire id, oldest first
     to_free: list[Residency] = field(default_factory=list)  # ended, the stages not yet told
+    pace: Pace = field(default_factory=Pace)
     iterations_in_flight: int = 0  # issued, of steps that sample, without their result
+    sampling_steps_in_flight: int = 0  # the steps these belong to
     prompt_steps_in_flight: int = 0  # issued steps that hold prompt chunks, not acknowledged by all
 
 
@@ -27,6 +30,7 @@ class Group:
 class _IssuedStep:
     group: Group
     repeat: int
+    issued_s: float
     freed: list[Residency]
     waiting_for: int  # bit set of the stages that have not acknowledged it
     rows: list[tuple[Residency, int]] = field(default_factory=list)  # with the end of its computed positions
@@ -35,12 +39,19 @@ class _IssuedStep:
     num_results: int = 0
 
     @property
-    def done(self) -> bool:
-        return not self.waiting_for and (not self.samples or self.num_results == self.repeat)
+    def num_missing(self) -> int:
+        """Iterations whose results have not come."""
+        return self.repeat - self.num_results if self.samples else 0
 
 
 class InFlight:
-    """All issued steps of an epoch that are not done."""
+    """All issued steps of an epoch that some stage has not acknowledged.
+
+    The last stage sends a step's results before it acknowledges it, or with that. It may acknowledge a step
+    without having run all of it once all its sequences have been freed: the results of the iterations it
+    skipped then never come. (Of a step that samples nothing no result tells, so once a sequence is freed its
+    rows in such a step count as not computed.)
+    """
 
     def __init__(self, num_stages: int) -> None:
         self._all_stages = (1 << num_stages) - 1
@@ -50,11 +61,13 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def issue(self, group: Group, rows: list[tuple[Residency, int]], repeat: int) -> stage_pb2.Step:
+    def issue(
+        self, group: Group, rows: list[tuple[Residency, int]], repeat: int, now: float
+    ) -> stage_pb2.Step:
         """The next step: each row's next so many tokens, and the group's frees."""
         self._last_step_id += 1
         step = stage_pb2.Step(step_id=self._last_step_id, group=group.index, repeat=repeat)
-        issued = _IssuedStep(group, repeat, group.to_free, self._all_stages)
+        issued = _IssuedStep(group, repeat, now, group.to_free, self._all_stages)
         group.to_free = []
         for residency in issued.freed:
             step.freed_sequence_ids.append(residency.wire_id)
@@ -67,39 +80,57 @@ class InFlight:
             residency.unacknowledged += 1
             issued.rows.append((residency, residency.num_issued))
         group.iterations_in_flight += repeat * issued.samples
+        group.sampling_steps_in_flight += issued.samples
         group.prompt_steps_in_flight += issued.has_prompt
         self._steps[step.step_id] = issued
         return step
 
-    def on_result(self, step_id: int, repeat: int) -> None:
+    def on_result(self, step_id: int, repeat: int, now: float) -> None:
         """One iteration's tokens have come. PipeLLMError if they were not next."""
         issued = self._steps.get(step_id)
-        if issued is None or not issued.samples or repeat != issued.num_results:
+        if issued is None or not issued.num_missing or repeat != issued.num_results:
             raise PipeLLMError(f"an unexpected result came for step {step_id}, repeat {repeat}")
         issued.num_results += 1
         issued.group.iterations_in_flight -= 1
-        if issued.done:
-            del self._steps[step_id]
+        if not issued.num_missing:
+            self._sampled(issued, now)
 
-    def on_acknowledged(self, stage: int, step_id: int) -> list[Residency]:
-        """A stage has run all of a step. If it was the last to say so: the residencies the step named, one
-        for each time, their computed tokens counted up. PipeLLMError if it had said so, or is no stage."""
+    def on_acknowledged(self, stage: int, step_id: int, now: float) -> list[Residency]:
+        """A stage is done with a step. If it was the last to say so: the residencies the step named, one
+        for each time, their computed tokens counted up. PipeLLMError if it had said so, is no stage, or
+        results are missing that some sequence still waits for."""
         issued = self._steps.get(step_id)
         if issued is None or not issued.waiting_for >> stage & 1:
             raise PipeLLMError(f"stage {stage} acknowledged step {step_id} unexpectedly")
         issued.waiting_for &= ~(1 << stage)
         if issued.waiting_for:
             return []
-        if issued.done:
-            del self._steps[step_id]
-        issued.group.prompt_steps_in_flight -= issued.has_prompt
+        del self._steps[step_id]
+        group, missing = issued.group, issued.num_missing
+        if missing:
+            if not all(residency.freed for residency, _ in issued.rows):
+                raise PipeLLMError(f"step {step_id} was acknowledged without {missing} of its results")
+            group.iterations_in_flight -= missing
+            self._sampled(issued, now)
+        elif not issued.samples:
+            group.pace.passed(now)
+        group.prompt_steps_in_flight -= issued.has_prompt
         named = list(issued.freed)
         for residency, end in issued.rows:
-            residency.num_computed_tokens = end
+            if issued.num_results or not (issued.samples or residency.freed):
+                residency.num_computed_tokens = end - missing
             named.append(residency)
         for residency in named:
             residency.unacknowledged -= 1
         return named
+
+    def _sampled(self, issued: _IssuedStep, now: float) -> None:
+        """The last result of a step has come, or nothing more of it will."""
+        issued.group.sampling_steps_in_flight -= 1
+        if issued.has_prompt or issued.num_missing:
+            issued.group.pace.passed(now)
+        else:
+            issued.group.pace.decoded(issued.repeat, issued.issued_s, now)
 
 
 def _add_item(step: stage_pb2.Step, residency: Residency, num_tokens: int) -> bool:

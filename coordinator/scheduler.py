@@ -27,6 +27,8 @@ from coordinator.in_flight import Group, InFlight
 from coordinator.sequence import Residency, Sequence
 from protos import stage_pb2
 
+_MAY_BE_0 = ("max_waiting", "run_ahead", "repeat")
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -38,12 +40,12 @@ class SchedulerConfig:
     max_sequences: int  # running
     max_waiting: int  # beyond those that may run
     context_length: int
-    run_ahead: int = 8  # decode iterations of a group issued ahead of their results
-    repeat: int = 4  # iterations one step may hold
+    run_ahead: int = 0  # decode iterations of a group issued ahead of their results; 0: two steps
+    repeat: int = 0  # iterations one step may hold; 0: as many as `pace` says
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, least = getattr(self, each.name), 0 if each.name == "max_waiting" else 1
+            value, least = getattr(self, each.name), 0 if each.name in _MAY_BE_0 else 1
             if value < least:
                 raise ConfigError(f"{each.name} is {value}, at least {least} is needed")
 
@@ -51,7 +53,8 @@ class SchedulerConfig:
 class Scheduler:
     """Holds every sequence of one epoch from `add` until its blocks are back.
 
-    With a `clock`, sequences are told when their first step was issued and their tokens came.
+    With a `clock`, sequences are told when their first step was issued and their tokens came, and the steps
+    of a group hold as many iterations as take `pace.STEP_S`.
     """
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = lambda: 0.0) -> None:
@@ -128,15 +131,15 @@ class Scheduler:
         rows, repeat = self._pick(state)
         if not rows and not state.to_free:
             return None
-        return self._in_flight.issue(state, rows, repeat)
+        return self._in_flight.issue(state, rows, repeat, self._clock())
 
     def on_result(self, result: stage_pb2.StepResult) -> list[tuple[Sequence, stage_pb2.SampledToken]]:
         """Takes in one iteration's drawn tokens; returns those accepted, appended to their sequences.
 
         What was drawn for a stay that has ended is dropped. A sequence that has reached its length ends.
         """
-        self._in_flight.on_result(result.step_id, result.repeat)
         now = self._clock()
+        self._in_flight.on_result(result.step_id, result.repeat, now)
         accepted = []
         for token in result.tokens:
             residency = self._by_wire_id.get(token.sequence_id)
@@ -158,8 +161,8 @@ class Scheduler:
         return accepted
 
     def on_acknowledged(self, stage: int, step_id: int) -> None:
-        """Takes in that a stage (its place in the ring) has run all of a step."""
-        for residency in self._in_flight.on_acknowledged(stage, step_id):
+        """Takes in that a stage (its place in the ring) is done with a step."""
+        for residency in self._in_flight.on_acknowledged(stage, step_id, self._clock()):
             self._register_computed(residency)
             if residency.freed and not residency.unacknowledged:
                 self._pool.release(residency.block_table)
@@ -173,7 +176,6 @@ class Scheduler:
         Decodes first, then prompts fill what is left. All decodes of a group go in every step of it: were
         each issued as its own results come in, they would fall out of step and each run a forward alone.
         """
-        config = self.config
         nothing: tuple[list[tuple[Residency, int]], int] = ([], 1)
         decodes: list[Residency] = []
         prompts: list[Residency] = []
@@ -189,12 +191,12 @@ class Scheduler:
             if group.prompt_steps_in_flight >= self._prompt_steps_allowed(group):
                 return nothing
         elif decodes:
-            repeat = min(config.repeat, config.run_ahead, *(residency.num_unissued for residency in decodes))
-        if group.iterations_in_flight + repeat > config.run_ahead:
+            repeat = min(self._most_iterations(group), *map(self._most_repeats, decodes))
+        if not self._may_run_ahead(group, repeat, has_prompt):
             return nothing
         decodes, repeat = self._extend_tables(decodes, repeat)
         rows = [(residency, 1) for residency in decodes]
-        budget = config.max_step_tokens - len(rows)
+        budget = self.config.max_step_tokens - len(rows)
         candidates = iter(prompts)
         while has_prompt and budget > 0:
             prompt = next(candidates, None) or self._admit(group)
@@ -204,6 +206,31 @@ class Scheduler:
                 rows.append((prompt, min(budget, prompt.num_prefill - prompt.num_issued)))
                 budget -= rows[-1][1]
         return rows, repeat
+
+    def _most_iterations(self, group: Group) -> int:
+        """How many iterations a step of the group may hold: so many that two such steps may be in flight."""
+        config = self.config
+        most = config.repeat or group.pace.repeat
+        return min(most, max(1, config.run_ahead // 2)) if config.run_ahead else most
+
+    def _most_repeats(self, residency: Residency) -> int:
+        """How many tokens of a decoding sequence one step may compute. Steps begin small and double, so that
+        the first tokens of an answer come at once."""
+        if self.config.repeat:
+            return residency.num_unissued
+        return min(residency.num_unissued, 1 + residency.num_issued - residency.num_prefill)
+
+    def _may_run_ahead(self, group: Group, repeat: int, has_prompt: bool) -> bool:
+        """Whether a step of `repeat` iterations may follow those in flight. A prompt need not wait: it runs
+        after them in any case, and its own steps are counted."""
+        in_flight = group.iterations_in_flight + repeat
+        if self.config.run_ahead:
+            return in_flight <= self.config.run_ahead
+        return (
+            has_prompt
+            or group.sampling_steps_in_flight < 2
+            or in_flight <= 2 * self._most_iterations(group)
+        )
 
     def _prompt_steps_allowed(self, group: Group) -> int:
         """How many steps with prompt chunks a group may have in flight: enough to fill the ring and have one
@@ -263,15 +290,15 @@ class Scheduler:
     def _extend_tables(self, decodes: list[Residency], repeat: int) -> tuple[list[Residency], int]:
         """Gives decodes the blocks for `repeat` further tokens, oldest first; returns those that have them.
 
-        Out of blocks, `repeat` becomes 1; then the youngest running sequence gives way, one at a time: while
-        any blocks are on their way back, the others wait for them.
+        Where blocks run out, `repeat` shrinks; at 1 the youngest running sequence gives way, one at a time:
+        while any blocks are on their way back, the others wait for them.
         """
         missing = [self._num_missing(residency, repeat) for residency in decodes]
-        if sum(missing) > self._pool.num_free:
-            repeat = 1
+        while sum(missing) > self._pool.num_free and repeat > 1:
+            repeat //= 2
             missing = [self._num_missing(residency, repeat) for residency in decodes]
-            if sum(missing) > self._pool.num_free and not self._num_returning:
-                self._preempt(next(reversed(self._running.values())))
+        if sum(missing) > self._pool.num_free and not self._num_returning:
+            self._preempt(next(reversed(self._running.values())))
         served = []
         for residency, count in zip(decodes, missing, strict=True):
             if count <= self._pool.num_free and not residency.ended:

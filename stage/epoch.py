@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import queue
+import threading
+import time
 
 from common.errors import PipeLLMError
 from protos import stage_pb2
@@ -12,6 +13,54 @@ from stage.model.spec import ModelSpec
 from stage.runner import Runner
 from stage.sequences import SequenceTable
 
+# A message costs as much as several tokens' work, whatever it carries, so results wait for their step's
+# end, but no longer than this. Steps that the coordinator sizes by time are shorter.
+REPORT_S = 0.06
+
+
+class Responses:
+    """What the engine reports, gathered into messages: a step's results go together with its
+    acknowledgement, those of a long step as often as `REPORT_S` allows."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[stage_pb2.ExecuteResponse] = []
+        self._complete = False  # a step's end is among them
+        self._reason: PipeLLMError | None = None
+        self._taken_s = 0.0
+
+    def put(self, response: stage_pb2.ExecuteResponse) -> None:
+        with self._changed:
+            self._waiting.append(response)
+            complete = bool(response.acknowledged_steps)
+            # The engine has better to do than to wake the reader for each iteration.
+            if len(self._waiting) == 1 or (complete and not self._complete):
+                self._changed.notify()
+            self._complete |= complete
+
+    def end(self, reason: PipeLLMError) -> None:
+        """Nothing is worth sending after this. The first reason counts."""
+        with self._changed:
+            self._reason = self._reason or reason
+            self._changed.notify()
+
+    def take(self) -> tuple[stage_pb2.ExecuteResponse | None, PipeLLMError | None]:
+        """The next message, and what ends the stream. Waits until there is one or the other."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._reason)
+            wait_s = self._taken_s + REPORT_S - time.monotonic()
+            if wait_s > 0:
+                self._changed.wait_for(lambda: self._complete or self._reason, wait_s)
+            waiting, self._waiting, self._complete = self._waiting, [], False
+            self._taken_s = time.monotonic()
+            reason = self._reason
+        if not waiting:
+            return None, reason
+        merged = waiting[0]
+        for response in waiting[1:]:
+            merged.MergeFrom(response)
+        return merged, reason
+
 
 class LoadedEpoch:
     def __init__(self, request: stage_pb2.LoadRequest, runner: Runner, spec: ModelSpec) -> None:
@@ -20,32 +69,16 @@ class LoadedEpoch:
         self.runner = runner
         self.link: Link | None = None
         self.executing = False
-        # Responses for the Execute stream; an exception ends it.
-        self.responses: queue.SimpleQueue[stage_pb2.ExecuteResponse | PipeLLMError] = queue.SimpleQueue()
+        self.responses = Responses()  # for the Execute stream
         sequences = SequenceTable(
             request.num_kv_blocks, request.kv_block_size, request.max_step_tokens, spec.vocab_size
         )
         self.engine = Engine(
-            runner, sequences, request.epoch, request.window, self.responses.put, self.responses.put
+            runner, sequences, request.epoch, request.window, self.responses.put, self.responses.end
         )
 
-    def next_responses(self) -> tuple[stage_pb2.ExecuteResponse | None, PipeLLMError | None]:
-        """All responses that are there, in one message (waits for the first), and what ends the stream.
-
-        A coordinator that is behind gets fewer, larger messages."""
-        merged = None
-        while merged is None or not self.responses.empty():
-            response = self.responses.get()
-            if isinstance(response, PipeLLMError):
-                return merged, response
-            if merged is None:
-                merged = response
-            else:
-                merged.MergeFrom(response)
-        return merged, None
-
     def close(self, error: PipeLLMError) -> None:
-        self.responses.put(error)
+        self.responses.end(error)
         if self.link is not None:
             self.link.close()
         self.engine.close()

@@ -276,13 +276,13 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
                     loaded.engine.post_steps(list(request.steps))
             except grpc.RpcError:
                 pass  # the coordinator is gone; the answering side below sees it too
-            loaded.responses.put(CancelledError("the coordinator ended the stream"))
+            loaded.responses.end(CancelledError("the coordinator ended the stream"))
 
         threading.Thread(target=take, name="execute-reader", daemon=True).start()
         reason: PipeLLMError = CancelledError("the coordinator left")
         try:
             while True:
-                response, reason_to_end = loaded.next_responses()
+                response, reason_to_end = loaded.responses.take()
                 if response is not None:
                     yield response
                 if reason_to_end is not None:

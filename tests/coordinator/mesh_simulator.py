@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from coordinator.pace import MAX_REPEAT
 from coordinator.scheduler import Scheduler, SchedulerConfig
 from coordinator.sequence import Sequence as ScheduledSequence
 from protos import stage_pb2
@@ -123,10 +124,18 @@ class SimulatedStage:
 
 
 class SimulatedMesh:
-    """All stages, the ring between them, and the rules that hold for what is issued as a whole."""
+    """All stages, the ring between them, and the rules that hold for what is issued as a whole.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    The clock `now` goes on by `forward_s` with each forward of any stage, and a little with each step. With
+    `skips`, a single stage acknowledges what is left of a step whose sequences are all freed.
+    """
+
+    def __init__(self, config: SchedulerConfig, forward_s: float, skips: bool) -> None:
         self.config = config
+        self.forward_s = forward_s
+        self.skips = skips and config.num_stages == 1
+        self.now = 0.0
+        self.num_skipped = 0
         self.stages = [SimulatedStage(index, config) for index in range(config.num_stages)]
         self.steps: dict[int, stage_pb2.Step] = {}
         self.num_steps = 0
@@ -141,10 +150,11 @@ class SimulatedMesh:
     def issue(self, step: stage_pb2.Step) -> None:
         config = self.config
         self.num_steps += 1
+        self.now += 1e-6
         assert step.step_id == self.num_steps
         assert step.items or step.freed_sequence_ids
         assert sum(item.num_tokens for item in step.items) <= config.max_step_tokens
-        assert 1 <= step.repeat <= config.repeat
+        assert 1 <= step.repeat <= (config.repeat or MAX_REPEAT)
         names = [item.sequence_id for item in step.items]
         assert len(set(names)) == len(names)
         assert not self._freed & {*names, *step.freed_sequence_ids}
@@ -160,7 +170,8 @@ class SimulatedMesh:
                 assert len(item.token_ids) == item.num_tokens
             self._check_blocks(item)
             undrawn = self._undrawn.get(item.sequence_id, 0) + len(item.sample_positions) * step.repeat
-            assert undrawn <= config.run_ahead
+            # Two steps, or else what rides along with prompts.
+            assert undrawn <= (config.run_ahead or 2 * MAX_REPEAT + config.num_stages + 1)
             self._undrawn[item.sequence_id] = undrawn
         for wire_id in [*names, *step.freed_sequence_ids]:
             naming = self._naming.setdefault(wire_id, set())
@@ -185,8 +196,11 @@ class SimulatedMesh:
             (stage.index, group)
             for stage in self.stages
             for group, queue in enumerate(stage.queues)
-            if queue and self._is_ready(stage, *queue[0])
+            if queue and (self._may_skip(stage, queue[0][0]) or self._is_ready(stage, *queue[0]))
         ]
+
+    def _may_skip(self, stage: SimulatedStage, step_id: int) -> bool:
+        return self.skips and all(stage.live[item.sequence_id].freed for item in self.steps[step_id].items)
 
     def _is_ready(self, stage: SimulatedStage, step_id: int, repeat: int) -> bool:
         if stage.index:
@@ -202,6 +216,13 @@ class SimulatedMesh:
         entry = stage.queues[group][0]
         step_id, repeat = entry
         step = self.steps[step_id]
+        if self._may_skip(stage, step_id):
+            self.num_skipped += 1
+            for item in step.items:
+                self._undrawn[item.sequence_id] -= len(item.sample_positions) * (step.repeat - repeat)
+            stage.done(step)
+            return
+        self.now += self.forward_s
         frame = self._frames.pop((index, step_id, repeat), None)
         contexts: list[list[int]] = []
         result = stage_pb2.StepResult(step_id=step_id, repeat=repeat)
@@ -258,10 +279,10 @@ class SimulatedMesh:
 class Driver:
     """A scheduler and a mesh, wired as the coordinator wires them; every accepted token is checked."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, forward_s: float = 0.004, skips: bool = False) -> None:
         self.config = config
-        self.mesh = SimulatedMesh(config)
-        self.scheduler = Scheduler(config, clock=lambda: float(self.mesh.num_steps))
+        self.mesh = SimulatedMesh(config, forward_s, skips)
+        self.scheduler = Scheduler(config, clock=lambda: self.mesh.now)
         self.requests: dict[int, ScheduledSequence] = {}
         self.finished: set[int] = set()
 
@@ -310,6 +331,16 @@ class Driver:
         self.schedule_all()
         self.run_all()
         self.deliver_all()
+
+    def stream(self, num_steps: int) -> None:
+        """Goes on until so many further steps are issued, each result being delivered as it comes."""
+        most = self.mesh.num_steps + num_steps
+        while True:
+            self.schedule_all()
+            if self.mesh.num_steps >= most:
+                return
+            self.mesh.run(*self.mesh.runnable()[0])
+            self.deliver_all()
 
     def run_all(self) -> None:
         """Every forward that can run without a further step."""

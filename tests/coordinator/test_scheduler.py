@@ -157,6 +157,98 @@ def test_prompt_chunks_in_flight_fill_the_ring_and_no_more() -> None:
     driver.drain()
 
 
+# --- steps by time ----------------------------------------------------------------------------------------
+
+BY_TIME = replace(CONFIG, num_blocks=256, context_length=1024, run_ahead=0, repeat=0)
+
+
+def repeats(driver: Driver) -> list[int]:
+    return [step.repeat for step in driver.mesh.steps.values() if step.items]
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "repeat"),
+    [(0.0001, 64), (0.0011, 23), (0.004, 7), (0.009, 3), (0.02, 2), (0.03, 1), (1.0, 1)],
+)
+def test_a_step_holds_as_many_iterations_as_fit_its_time(forward_s: float, repeat: int) -> None:
+    driver = Driver(BY_TIME, forward_s)
+    driver.add([1, 2, 3], 600)
+    driver.stream(14)
+    assert repeats(driver)[-1] == repeat
+    driver.drain()
+
+
+def test_an_answer_begins_with_small_steps_however_fast_the_mesh_is() -> None:
+    driver = Driver(BY_TIME, 0.0004)
+    for _ in range(2):
+        driver.add([1, 2, 3], 300)
+        driver.drain()
+    again = repeats(driver)[len(repeats(driver)) // 2 :]
+    assert again[:7] == [1, 1, 2, 4, 8, 16, 32]
+
+
+def test_two_steps_are_in_flight_whatever_their_size() -> None:
+    driver = Driver(BY_TIME)
+    driver.add([1, 2, 3], 600)
+    driver.stream(20)
+    for _ in range(6):
+        driver.mesh.run(0, 0)
+        driver.deliver_all()
+        assert driver.schedule_all() == []
+    driver.mesh.run(0, 0)
+    driver.deliver_all()
+    assert [step.repeat for step in driver.schedule_all()] == [7]
+    driver.drain()
+
+
+def test_steps_shrink_within_a_few_when_iterations_become_slow() -> None:
+    driver = Driver(BY_TIME, 0.00101)
+    driver.add([1, 2, 3], 900)
+    driver.stream(20)
+    assert repeats(driver)[-1] == 25
+    driver.mesh.forward_s = 0.012
+    driver.stream(8)
+    assert repeats(driver)[-1] == 3
+    driver.drain()
+
+
+def test_a_prompt_joins_behind_what_is_in_flight() -> None:
+    driver = Driver(BY_TIME)
+    driver.add([1, 2, 3], 600)
+    driver.stream(20)
+    driver.add([4, 5, 6], 600)
+    (step,) = driver.schedule_all()[:1]
+    assert [item.num_tokens for item in step.items] == [1, 3]
+    driver.drain()
+
+
+def test_prompts_do_not_count_as_time_of_decoding() -> None:
+    driver = Driver(BY_TIME)
+    driver.add([1, 2, 3], 300)
+    driver.stream(20)
+    driver.add([1] * 50, 1)
+    while driver.requests[2].num_generated == 0:
+        driver.schedule_all()
+        step_id, _ = driver.mesh.stages[0].queues[0][0]
+        prompts = any(not item.from_ring for item in driver.mesh.steps[step_id].items)
+        driver.mesh.forward_s = 30.0 if prompts else 0.004
+        driver.mesh.run(0, 0)
+        driver.deliver_all()
+    driver.schedule_all()
+    assert repeats(driver)[-1] == 7
+    driver.drain()
+
+
+def test_where_blocks_run_out_steps_shrink_before_a_sequence_gives_way() -> None:
+    driver = Driver(replace(BY_TIME, num_blocks=20), 0.0001)
+    driver.add([1, 2, 3], 60)
+    driver.drain()
+    driver.add([1, 2, 3], 30)
+    driver.add([4, 5, 6], 40)
+    driver.drain()
+    assert driver.num_preemptions == 0
+
+
 # --- ends -------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +279,41 @@ def test_free_follows_alone_when_the_mesh_is_idle() -> None:
     driver.deliver_all()
     assert driver.scheduler.is_idle
     assert driver.scheduler.num_free_blocks == 64
+
+
+def test_a_stage_may_skip_what_is_left_of_a_freed_sequence() -> None:
+    driver = Driver(BY_TIME, 0.001, skips=True)
+    driver.add([1, 2, 3], 600)
+    driver.stream(20)
+    for _ in range(5):  # into a step
+        driver.mesh.run(0, 0)
+    driver.deliver_all()
+    known = driver.requests[1].num_generated
+    driver.finish(1)
+    driver.schedule_all()
+    driver.run_all()
+    driver.deliver_all()
+    assert driver.mesh.num_skipped == 2
+    assert driver.scheduler.is_idle
+    assert driver.requests[1].num_generated == known
+    again = driver.add(driver.requests[1].tokens, 5)  # finds what was computed, not what was skipped
+    driver.stream(5)
+    assert 0 < again.cached_tokens < len(driver.requests[1].tokens)
+    driver.drain()
+
+
+def test_chunks_may_be_skipped_and_are_not_found_then() -> None:
+    driver = Driver(replace(CONFIG, num_stages=1), skips=True)
+    driver.add([1] * 40, 5)
+    driver.schedule_all()
+    driver.mesh.run(0, 0)
+    driver.deliver_all()
+    driver.finish(1)
+    driver.go_round()
+    assert driver.mesh.num_skipped == 1
+    driver.add([1] * 40, 5)
+    driver.drain()
+    assert driver.requests[2].cached_tokens == 16
 
 
 def test_blocks_come_back_only_when_all_stages_acknowledged_all_steps() -> None:
@@ -407,8 +534,8 @@ def test_first_come_first_admitted() -> None:
 
 
 def test_times_are_of_the_given_clock() -> None:
-    times = iter(range(1, 100))
-    scheduler = Scheduler(CONFIG, clock=lambda: float(next(times)))
+    now = 1.0
+    scheduler = Scheduler(CONFIG, clock=lambda: now)
     sequence = Sequence(1, [1, 2], stage_pb2.ResolvedSampling(), 2)
     scheduler.add(sequence)
     step = scheduler.schedule(0)
@@ -418,6 +545,7 @@ def test_times_are_of_the_given_clock() -> None:
         result = stage_pb2.StepResult(step_id=repeat_position - 1)
         result.tokens.add(sequence_id=1, position=repeat_position, token_id=5)
         scheduler.schedule(0)
+        now += 1.0
         scheduler.on_result(result)
     assert (sequence.first_token_s, sequence.last_token_s) == (2.0, 3.0)
 
@@ -442,7 +570,15 @@ def test_messages_that_contradict_the_books_are_errors() -> None:
         driver.scheduler.on_acknowledged(0, 1)
 
 
-@pytest.mark.parametrize("name", ["num_blocks", "block_size", "num_groups", "run_ahead", "repeat"])
+def test_results_may_not_be_missing_of_a_sequence_that_goes_on() -> None:
+    driver = Driver(CONFIG)
+    driver.add([1, 2, 3], 5)
+    driver.schedule_all()
+    with pytest.raises(PipeLLMError, match="step 1 was acknowledged without 1 of its results"):
+        driver.scheduler.on_acknowledged(0, 1)
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "block_size", "num_groups", "num_stages"])
 def test_nonsense_configuration_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0"):
         replace(CONFIG, **{name: 0})
@@ -467,8 +603,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_tokens=st.sampled_from([0, 0, 4, 8, 16, 64]),
         max_step_tokens=st.integers(1, 12),
         max_sequences=st.integers(1, 6),
-        run_ahead=st.integers(1, 8),
-        repeat=st.integers(1, 4),
+        run_ahead=st.integers(0, 8),
+        repeat=st.integers(0, 4),
+        forward_s=st.sampled_from([0.0, 0.0004, 0.002, 0.008, 0.1]),
+        skips=st.booleans(),
     )
     def start(
         self,
@@ -480,6 +618,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_sequences: int,
         run_ahead: int,
         repeat: int,
+        forward_s: float,
+        skips: bool,
     ) -> None:
         context_length = 32
         self.driver = Driver(
@@ -494,7 +634,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 context_length=context_length,
                 run_ahead=run_ahead,
                 repeat=repeat,
-            )
+            ),
+            forward_s,
+            skips,
         )
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), max_tokens=st.integers(1, 24))
@@ -544,6 +686,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "driver"):
             self.driver.drain()
             event(f"pre-emptions: {min(self.driver.num_preemptions, 3)}")
+            event(f"skipped steps: {min(self.driver.mesh.num_skipped, 3)}")
+            longest = max((step.repeat for step in self.driver.mesh.steps.values()), default=0)
+            event(f"longest step: {longest}")
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
