@@ -1,0 +1,186 @@
+"""Speed of a model that is larger than the GPU memory it may use: streamed weights, host layers, prefetch.
+
+    python benchmarks/streaming.py --shape llama-8b --recipe q4_k_m --resident 24,16,0 [--json OUT]
+
+For each number of resident layers: prefill of 512 and 2048 tokens, decode at batch 1 and 8, with all other
+layers streamed (with and without prefetch) and with the best division between link and host's cores. The
+link's and the host memory's rates are measured in the same run. Ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.synth_model import SHAPES, write
+from common.gguf.reader import GGUFFile
+from stage.backends.base import DecodeRow, make_batch
+from stage.backends.cuda.backend import CudaBackend
+from stage.model.registry import build_spec
+from stage.model.spec import tensor_refs
+from stage.placement import Place, arrange
+from stage.sampler import SamplingOptions
+from stage.weights.loader import raw_tensors
+
+BLOCK_SIZE, MAX_CONTEXT, BLOCKS_A_ROW = 32, 4096, 32
+GREEDY = SamplingOptions(0.0, 0, 1.0, 0.0, 1.0, 1.0, 0, 0.0, 0.0, 0)
+
+
+class Engine:
+    """A whole model, its layers in given places."""
+
+    def __init__(
+        self, path: Path, places: Sequence[Place], pinned_bytes: int, prefetch: bool = True, threads: int = 0
+    ) -> None:
+        started = time.perf_counter()
+        file = GGUFFile.open(path)
+        self.spec = spec = build_spec(file, MAX_CONTEXT)
+        self.backend = backend = CudaBackend(torch.device("cuda", 0))
+        backend.offload(file, spec.layers, dict(enumerate(places)), pinned_bytes, threads, prefetch)
+        num_blocks = max(MAX_CONTEXT // BLOCK_SIZE, 8 * BLOCKS_A_ROW)
+        self.kv = backend.allocate_kv(spec.layers, num_blocks, BLOCK_SIZE)
+        self.embedding = backend.prepare_embedding(
+            spec.embedding, raw_tensors(file, tensor_refs(spec.embedding))
+        )
+        self.layers = [
+            backend.prepare_layer(layer, raw_tensors(file, tensor_refs(layer))) for layer in spec.layers
+        ]
+        self.head = backend.prepare_head(spec.head, raw_tensors(file, tensor_refs(spec.head)))
+        self.decoder = backend.decoder(self.embedding, self.layers, self.head, self.kv, MAX_CONTEXT)
+        torch.cuda.synchronize()
+        self.load_s = time.perf_counter() - started
+        self.rng = np.random.default_rng(0)
+        self.ids = self.rng.integers(0, spec.vocab_size, MAX_CONTEXT, dtype=np.int32)
+
+    def prefill(self, num_tokens: int) -> None:
+        table = np.arange(self.kv.num_blocks, dtype=np.int32)
+        batch = make_batch([(0, num_tokens, table)], BLOCK_SIZE)
+        x = self.backend.embed(self.embedding, self.ids[:num_tokens])
+        for layer in self.layers:
+            x = self.backend.run_layer(layer, self.kv, batch, x)
+        self.backend.logits(self.head, x[-1:]).argmax().item()
+
+    def decode_s(self, num_rows: int, steps: int) -> float:
+        """Seconds a step."""
+        tables = [
+            np.arange(BLOCKS_A_ROW * i, BLOCKS_A_ROW * (i + 1), dtype=np.int32) for i in range(num_rows)
+        ]
+
+        def rows(position: int) -> list[DecodeRow]:
+            tokens = self.ids[: position + 1].tolist()
+            return [DecodeRow(i, position, tokens, table, GREEDY) for i, table in enumerate(tables)]
+
+        self.decoder.issue(rows(128), 8).wait()
+        started = time.perf_counter()
+        self.decoder.issue(rows(136), steps).wait()
+        return (time.perf_counter() - started) / steps
+
+    @property
+    def streamed_bytes(self) -> int:
+        return self.backend.offloaded.stream.bytes_copied if self.backend.offloaded else 0
+
+    def close(self) -> None:
+        self.decoder = self.layers = self.kv = self.embedding = self.head = None
+        self.backend.close()
+
+
+def median_s(run: Callable[[], Any], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def link_rate() -> float:
+    """Bytes a second of pinned copies of 128 MiB, the best of several."""
+    size = 128 << 20
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(size, dtype=torch.uint8, device="cuda")
+    return size / min(median_s(lambda: target.copy_(source, non_blocking=True), 5) for _ in range(3))
+
+
+def measure(engine: Engine, steps: int, whole: bool, link: float) -> dict[str, float]:
+    result = {"load_s": engine.load_s}
+    before = engine.streamed_bytes
+    step_s = engine.decode_s(1, steps)
+    result["decode"] = 1 / step_s
+    # The 8 steps of warm-up moved as much each.
+    result["link_share"] = (engine.streamed_bytes - before) / (steps + 8) / step_s / link
+    if whole:
+        result["decode_8"] = 8 / engine.decode_s(8, max(8, steps // 2))
+        for tokens in (512, 2048):
+            result[f"prefill_{tokens}"] = tokens / median_s(lambda n=tokens: engine.prefill(n), 3)
+    return {name: round(value, 3) for name, value in result.items()}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--recipe", default="q4_k_m")
+    parser.add_argument("--resident", type=numbers, default=[24, 16, 0])
+    parser.add_argument("--host-shares", default="0.5,0.625", help="of the layers that are not resident")
+    parser.add_argument("--pinned-gb", type=float, default=64)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for the model")
+    parser.add_argument("--deadline-s", type=float, default=1e9, help="nothing new begins after it")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    path = args.folder / f"{args.shape}-{args.recipe}.gguf"
+    if not path.exists():
+        write(path, SHAPES[args.shape], args.recipe)
+    num_layers = SHAPES[args.shape].num_layers
+    pinned_bytes = int(args.pinned_gb * 1e9)
+    link = link_rate()
+    results: dict[str, Any] = {"link_gb_s": link / 1e9}
+    print(f"link {link / 1e9:.1f} GB/s, model after {time.perf_counter() - began:.0f} s", flush=True)
+
+    def run(name: str, streamed: int, host: int, prefetch: bool = True, whole: bool = True) -> None:
+        if time.perf_counter() - began > args.deadline_s:
+            return
+        try:
+            engine = Engine(path, arrange(num_layers, streamed, host), pinned_bytes, prefetch, args.threads)
+            try:
+                results[name] = measure(engine, args.steps, whole, link)
+            finally:
+                engine.close()
+        except Exception as error:  # one configuration that fails leaves the others their figures
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+        print(f"{name}: {json.dumps(results[name])}", flush=True)
+
+    with torch.inference_mode():
+        run("all resident", 0, 0)
+        for resident in args.resident:
+            rest = num_layers - resident
+            run(f"{resident} resident, streamed", rest, 0)
+            for share in map(float, args.host_shares.split(",")):
+                host = round(rest * share)
+                name = f"{resident} resident, {rest - host} streamed, {host} host"
+                run(name, rest - host, host)
+            run(f"{resident} resident, no prefetch", rest, 0, prefetch=False, whole=False)
+    print(json.dumps({"benchmark": "streaming", "gpu": torch.cuda.get_device_name(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
