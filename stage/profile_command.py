@@ -192,12 +192,12 @@ def _kernel_lines(phase: Phase, rate: float) -> Iterator[str]:
 
 
 def _part_lines(phase: Phase, rate: float) -> Iterator[str]:
-    yield f"  {'':12} {'time':>10} {'GB/s':>7} {'of rate':>8}"
+    """Of a step with many rows only the times: their limit is arithmetic."""
+    moves = phase.tokens == 1
+    yield f"  {'':12} {'time':>10}" + (f" {'GB/s':>7} {'of rate':>8}" if moves else "")
     for span in phase.parts:
-        yield (
-            f"  {span.name:12} {_time(span.seconds):>10} {span.bytes_per_s / 1e9:7.1f} "
-            f"{span.bytes_per_s / rate:8.0%}"
-        )
+        moved = f" {span.bytes_per_s / 1e9:7.1f} {span.bytes_per_s / rate:8.0%}" if moves else ""
+        yield f"  {span.name:12} {_time(span.seconds):>10}{moved}"
 
 
 def chart(measured: Profile) -> str:
