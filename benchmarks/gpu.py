@@ -35,9 +35,9 @@ from benchmarks.synth_model import SHAPES, write
 from common.gguf.reader import GGUFFile
 from common.svg_chart import Bar, bar_chart
 from stage.backends.base import Decoder, DecodeRow, make_batch
-from stage.backends.cuda import profiling
 from stage.backends.cuda.backend import CudaBackend
 from stage.backends.cuda.decode import CudaDecoder
+from stage.backends.cuda.rates import read_bytes_per_s
 from stage.backends.timing import BLOCK_SIZE, Model
 from stage.model.registry import build_spec
 from stage.sampler import SamplingOptions
@@ -147,7 +147,7 @@ def measure(path: Path, args: argparse.Namespace) -> Rates:
         best = min(engine.generate(engine.decoder, batch, BATCH_DEPTH, BATCH_STEPS) for _ in range(2))
         rates[f"{batch} x tg{BATCH_STEPS}"] = batch * BATCH_STEPS / best
     rates["eager tg16"] = 16 / engine.generate(engine.eager, 1, 0, 16)
-    rates["read GB/s"] = profiling.read_bytes_per_s(engine.backend.kernels) / 1e9
+    rates["read GB/s"] = read_bytes_per_s(engine.backend.kernels) / 1e9
     first = f"tg{steps} @ {depths[0]}" if depths[0] else f"tg{steps}"
     rates["share of read rate"] = (
         sum(engine.model.part_bytes(1, depths[0])) * rates[first] / rates["read GB/s"] / 1e9

@@ -127,11 +127,11 @@ def profile(file: GGUFFile, backend: Backend, prompt: int, depth: int) -> Profil
 def _measure(model: Model, prompt: int, depth: int) -> tuple[float, Phase, Phase]:
     """The memory's read rate, prefill, decode."""
     if model.backend.name == "cuda":
-        from stage.backends.cuda import profiling
+        from stage.backends.cuda import profiling, rates
 
         prefill = profiling.prefill_phase(model, prompt)
         decode = profiling.decode_phase(model, depth)
-        return profiling.read_bytes_per_s(model.backend.kernels), prefill, decode  # type: ignore[attr-defined]
+        return rates.read_bytes_per_s(model.backend.kernels), prefill, decode  # type: ignore[attr-defined]
     if model.backend.name == "cpu":
         from stage.backends.cpu import read_rate
 

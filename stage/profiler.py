@@ -53,11 +53,17 @@ def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.Prof
 
 @torch.inference_mode()
 def _time_layer(backend: Backend, file: GGUFFile, spec: ModelSpec, layer: LayerSpec) -> float:
-    """Seconds of a forward of one row, at position `_CONTEXT`, through a layer; the median."""
+    """Seconds of a forward of one row, at position `_CONTEXT`, through a layer: the median by the host's
+    clock, or what a GPU takes in a graph, where the host has no part."""
     prepared = backend.prepare_layer(layer, raw_tensors(file, tensor_refs(layer)))
     num_blocks = _CONTEXT // _KV_BLOCK_SIZE + 1
     kv = backend.allocate_kv([layer], num_blocks, _KV_BLOCK_SIZE)
     batch = make_batch([(_CONTEXT, 1, np.arange(num_blocks, dtype=np.int32))], _KV_BLOCK_SIZE)
+    if backend.name == "cuda":
+        from stage.backends.cuda import rates, weights
+
+        if isinstance(prepared, weights.Layer):
+            return rates.layer_s(backend, prepared, kv, batch)  # type: ignore[arg-type]
     hidden_states = torch.randn((1, spec.hidden_size), generator=torch.Generator().manual_seed(0))
     hidden_states = hidden_states.to(backend.device)
     evictor = torch.ones(_EVICT_BYTES // 4, device=backend.device)

@@ -7,7 +7,6 @@ sum can exceed the time of the same step as the stage replays it, where one's st
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import re
 import statistics
@@ -25,12 +24,12 @@ from stage.backends.cuda.backend import CudaBackend
 from stage.backends.cuda.decode import StepRows
 from stage.backends.cuda.forward import Rows, context_bucket
 from stage.backends.cuda.launch import Arguments, Kernels
+from stage.backends.cuda.rates import capture
 from stage.backends.cuda.repack import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from stage.backends.cuda.sampling import MAX_STEPS, RowSampler
 from stage.backends.timing import BLOCK_SIZE, Model, Phase, Span, merged
 from stage.sampler import SamplingOptions
 
-_READ_BYTES = 4 << 30
 _REPLAYS = 20  # at most MAX_STEPS less the few that come before
 _EMPTY_SPANS = 8
 _BETWEEN = "between the kernels: cuBLAS, torch, gaps"
@@ -42,29 +41,6 @@ _GREEDY = SamplingOptions(
 Mark = Callable[[], None]
 
 
-class _ReadArgs(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("out", ctypes.c_void_p), ("count", ctypes.c_uint64)]
-
-
-def read_bytes_per_s(kernels: Kernels) -> float:
-    """The memory's read rate: the best of many passes over far more than the caches hold."""
-    free, _ = torch.cuda.mem_get_info(kernels.device)
-    size = min(_READ_BYTES, free // 2 // 4096 * 4096)
-    data = torch.empty(size, dtype=torch.uint8, device=kernels.device).random_()
-    out = torch.zeros(1, dtype=torch.int32, device=kernels.device)
-    args = _ReadArgs(data.data_ptr(), out.data_ptr(), size // 16)
-    best = min(
-        _events_s(
-            lambda b=blocks: kernels.launch(  # type: ignore[misc]
-                "read.cu", "read_memory", (b * kernels.num_multiprocessors, 1, 1), 512, args
-            )
-        )
-        for blocks in (2, 4, 8)
-        for _ in range(5)
-    )
-    return size / best
-
-
 @torch.inference_mode()
 def decode_phase(model: Model, depth: int) -> Phase:
     """One row after `depth` tokens, with the choice of the next token, as a whole model's stage decodes."""
@@ -72,7 +48,7 @@ def decode_phase(model: Model, depth: int) -> Phase:
     step()  # compiled, loaded, buffers made
     eager_s = min(_wall_s(step, 5) for _ in range(4))
     with _capturing(step.backend.kernels, programmatic=True):
-        graph = _capture(step)
+        graph = capture(step)
     step.restart()
     seconds, issue_s = _replay_s(graph)
     part_bytes = model.part_bytes(1, depth)
@@ -193,7 +169,7 @@ def _part_times(
         step(lambda: _mark(marks))
 
     with _capturing(step.backend.kernels, programmatic=True):
-        graph = _capture(marked)
+        graph = capture(marked)
     pairs = list(itertools.pairwise(marks))
     seconds = _replayed(graph, pairs, restart)
     names = model.part_names()
@@ -213,7 +189,7 @@ def _kernel_times(step: _Step, restart: Callable[[], None]) -> tuple[Span, ...]:
     with _capturing(step.backend.kernels, programmatic=False):
         step.backend.kernels.observer = recorder
         try:
-            graph = _capture(observed)
+            graph = capture(observed)
         finally:
             step.backend.kernels.observer = None
     gaps = [(end, start) for (_, end), (start, _) in itertools.pairwise(recorder.events)]
@@ -295,13 +271,6 @@ def _replayed(
     return medians
 
 
-def _capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    return graph
-
-
 @contextmanager
 def _capturing(kernels: Kernels, programmatic: bool) -> Iterator[None]:
     """With or without programmatic launches. Events between them would make these meaningless."""
@@ -312,16 +281,6 @@ def _capturing(kernels: Kernels, programmatic: bool) -> Iterator[None]:
         yield
     finally:
         kernels.programmatic = before
-
-
-def _events_s(run: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def _wall_s(run: Callable[[], object], repeats: int) -> float:
