@@ -1,8 +1,11 @@
-"""`pipellm-stage verify MODEL --text FILE`: how near a backend comes to the file's float32 meaning.
+"""`pipellm-stage verify MODEL [--text FILE] [--soak N]`: whether a backend computes what the file means.
 
-Windows of a text go through the backend and through the reference; compared are the next-token
+With a text, windows of it go through the backend and through the reference; compared are the next-token
 distributions at every position (KL divergence of the backend's from the reference's, and whether the most
 likely token is the same) and the hidden states after each layer.
+
+The soak (see stage/soak.py) plays a random life of N forwards several ways that must agree in every bit:
+again, without CUDA graphs, and with delays injected.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,7 @@ import torch
 from common.errors import InvalidRequestError, PipeLLMError
 from common.gguf.reader import GGUFFile
 from common.gguf.tokenizer import Tokenizer
+from stage import soak
 from stage.backends.base import Backend, make_batch
 from stage.backends.choose import backend_factory
 from stage.backends.reference import ReferenceBackend
@@ -28,6 +32,7 @@ from stage.config import ACCURACIES, BACKENDS, KV_DTYPES, StageConfig
 from stage.model.registry import build_spec
 from stage.model.spec import ModelSpec
 from stage.runner import Runner
+from stage.soak import Difference, Schedule
 
 _BLOCK_SIZE = 16
 _HEAD_ROWS = 64  # rows whose logits are held at once: a vocabulary of 150,000 takes 600 kB each
@@ -46,13 +51,18 @@ class Agreement:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the agreement, as a table or with --json as one line; returns the exit code."""
+    """Prints what was compared, as a table or with --json as one line; returns the exit code: 1 where the
+    soak's plays differ."""
     parser = argparse.ArgumentParser("pipellm-stage verify", description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="prose to compare on")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="prose to compare with the reference on")
     parser.add_argument("--windows", type=int, default=4, help="(default: 4)")
     parser.add_argument("--window-tokens", type=int, default=512, help="(default: 512)")
     parser.add_argument("--step-tokens", type=int, default=0, help="rows a forward; 1: as in decode; 0: all")
+    parser.add_argument(
+        "--soak", type=int, metavar="N", help="forwards of the soak (default: 1000, with --text 0)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the soak (default: 0)")
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=0)
@@ -60,26 +70,77 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="f16")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args(argv)
+    num_forwards = flags.soak if flags.soak is not None else 0 if flags.text else 1000
+    report: dict[str, object] = {}
+    differences: dict[str, Difference | None] = {}
     try:
         config = StageConfig(
             backend=flags.backend, device=flags.device, threads=flags.threads, accuracy=flags.accuracy,
             kv_dtype=flags.kv_dtype,
         ).checked()  # fmt: skip
         with GGUFFile.open(flags.model) as file:
-            windows = _windows(file, flags.text, flags.windows, flags.window_tokens)
-            agreement = verify(file, backend_factory(config)(), windows, flags.step_tokens)
+            if flags.text:
+                windows = _windows(file, flags.text, flags.windows, flags.window_tokens)
+                agreement = verify(file, backend_factory(config)(), windows, flags.step_tokens)
+                report |= asdict(agreement)
+                if not flags.json:
+                    _print_agreement(agreement)
+            if num_forwards > 0:
+                schedule, differences = soak_ways(file, config, flags.seed, num_forwards)
+                report["soak"] = {
+                    "forwards": schedule.num_iterations,
+                    "sequences": schedule.num_sequences,
+                } | {way: difference is None for way, difference in differences.items()}
+                if not flags.json:
+                    _print_soak(schedule, differences)
     except PipeLLMError as error:
         print(f"pipellm-stage verify: {error}", file=sys.stderr)
         return 1
     if flags.json:
-        print(json.dumps(asdict(agreement)))
-        return 0
+        print(json.dumps(report))
+    return 1 if any(differences.values()) else 0
+
+
+def soak_ways(
+    file: GGUFFile, config: StageConfig, seed: int, num_forwards: int
+) -> tuple[Schedule, dict[str, Difference | None]]:
+    """Plays one schedule as a stage would, and each way that must agree: where they first differ."""
+    spec = build_spec(file)
+    schedule = soak.make_schedule(seed, num_forwards, spec.vocab_size, spec.context_length)
+
+    def play(graphs: bool, delays: bool) -> list[soak.Drawn]:
+        backend = backend_factory(replace(config, graphs=graphs))()
+        backend.check(spec)
+        on_cuda.append(backend.name == "cuda")
+        return soak.play(file, spec, backend, schedule, delays)
+
+    on_cuda: list[bool] = []
+    want = play(graphs=True, delays=False)
+    ways = {"played again": (True, False), "with delays": (True, True)}
+    if on_cuda[0]:
+        ways["without graphs"] = (False, False)
+    return schedule, {name: soak.first_difference(want, play(*way)) for name, way in ways.items()}
+
+
+def _print_agreement(agreement: Agreement) -> None:
     print(f"backend {agreement.backend}, {agreement.positions} positions against the float32 reference")
     print(f"  KL divergence     mean {agreement.mean_kl:.2e}, largest {agreement.max_kl:.2e}")
     print(f"  same top token    {agreement.same_top_token:.2%}")
     for layer, difference in enumerate(agreement.layer_errors):
         print(f"  after layer {layer:<5} {difference:.1e}")
-    return 0
+
+
+def _print_soak(schedule: Schedule, differences: dict[str, Difference | None]) -> None:
+    print(f"soak of {schedule.num_iterations} forwards, {schedule.num_sequences} sequences")
+    for way, difference in differences.items():
+        if difference is None:
+            print(f"  {way:<17} the same in every bit")
+            continue
+        sequence, position, *one = difference.one
+        other = difference.other[2:]
+        print(
+            f"  {way:<17} DIFFERS first in sequence {sequence} at position {position}: {one}, {list(other)}"
+        )
 
 
 @torch.inference_mode()

@@ -62,3 +62,16 @@ def test_the_command_reports_json_and_refuses_too_short_a_text(tmp_path, capsys)
     assert json.loads(capsys.readouterr().out)["positions"] == 64
     assert verify.main([*arguments, "--window-tokens", "100000"]) == 1
     assert "too few for 2 windows" in capsys.readouterr().err
+
+
+def test_the_soak_by_command(tmp_path, capsys, monkeypatch):
+    model = write_tiny_llama(tmp_path / "tiny.gguf", layers=1)
+    arguments = [str(model), "--backend", "reference", "--soak", "60", "--json"]
+    assert verify.main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)["soak"]
+    assert report["forwards"] >= 60
+    assert report["played again"] is report["with delays"] is True
+    plays = iter([[(1, 5, 40, 0.0)], [(1, 5, 40, 0.0)], [(1, 5, 41, 0.0)]])
+    monkeypatch.setattr(verify.soak, "play", lambda *_: next(plays))
+    assert verify.main(arguments[:-1]) == 1
+    assert "with delays       DIFFERS first in sequence 1 at position 5: [40, 0.0]" in capsys.readouterr().out
