@@ -3,6 +3,7 @@ backend."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ _SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 # Execute streams and incoming links (see stage/service.py), tools' reflection, and short calls beside them.
 _WORKERS = 32
 _GRACE_S = 2.0
+_BROKEN_END_S = 10.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,7 +59,17 @@ def run(config: StageConfig) -> int:
     config = config.named(str(resolve_device(config)), address)
     log.configure(config.log_level, stage_id=config.stage_id)
     logger = log.get_logger()
-    service = StageService(config, instance_id, backend_factory(config))
+
+    def device_lost(error: PipeLLMError) -> None:
+        logger.error("device_lost", reason=str(error))
+        failure.append(error)
+        # A clean end may hang in a broken driver.
+        last_resort = threading.Timer(_BROKEN_END_S, os._exit, (1,))
+        last_resort.daemon = True
+        last_resort.start()
+        stop.set()
+
+    service = StageService(config, instance_id, backend_factory(config), device_lost)
     stage_pb2_grpc.add_StageServiceServicer_to_server(service, server)
     server.start()
     logger.info("listening", address=address, device=service.device.name, backend=service.device.backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from common.errors import PipeLLMError
 from protos import stage_pb2
@@ -63,7 +64,15 @@ class Responses:
 
 
 class LoadedEpoch:
-    def __init__(self, request: stage_pb2.LoadRequest, runner: Runner, spec: ModelSpec) -> None:
+    """`on_failure` is told when the engine stops by itself, after the Execute stream."""
+
+    def __init__(
+        self,
+        request: stage_pb2.LoadRequest,
+        runner: Runner,
+        spec: ModelSpec,
+        on_failure: Callable[[PipeLLMError], None],
+    ) -> None:
         self.request = request
         self.hidden_size = spec.hidden_size
         self.runner = runner
@@ -73,9 +82,12 @@ class LoadedEpoch:
         sequences = SequenceTable(
             request.num_kv_blocks, request.kv_block_size, request.max_step_tokens, spec.vocab_size
         )
-        self.engine = Engine(
-            runner, sequences, request.epoch, request.window, self.responses.put, self.responses.end
-        )
+
+        def failed(error: PipeLLMError) -> None:
+            self.responses.end(error)
+            on_failure(error)
+
+        self.engine = Engine(runner, sequences, request.epoch, request.window, self.responses.put, failed)
 
     def close(self, error: PipeLLMError) -> None:
         self.responses.end(error)

@@ -14,10 +14,12 @@ from typing import Any
 
 import grpc
 import psutil
+import torch
 
 from common import rpc
 from common.errors import (
     CancelledError,
+    DeviceLostError,
     InvalidRequestError,
     NotReadyError,
     OutOfCapacityError,
@@ -35,6 +37,7 @@ from stage.backends.base import Backend
 from stage.config import StageConfig
 from stage.device import device_info
 from stage.epoch import LoadedEpoch
+from stage.faults import device_fault
 from stage.incoming import IncomingStreams
 from stage.links import grpc_link
 from stage.links.connect import connect
@@ -48,18 +51,22 @@ _POLL_S = 0.5  # how often a waiting stream looks whether its caller is still th
 
 
 class StageService(stage_pb2_grpc.StageServiceServicer):
-    """Serves one device. `make_backend` is called for each load, so that a broken one is never reused."""
+    """Serves one device. `make_backend` is called for each load, so that a broken one is never reused.
+
+    `on_device_lost` is told when the device can serve nothing any more: the process must end."""
 
     def __init__(
         self,
         config: StageConfig,
         instance_id: str,
         make_backend: Callable[[], Backend],
+        on_device_lost: Callable[[PipeLLMError], None] = lambda error: None,
     ) -> None:
         self._config = config
         self._stage_id = config.stage_id
         self._instance_id = instance_id
         self._make_backend = make_backend
+        self._on_device_lost = on_device_lost
         self._device = device_info(make_backend())
         self._telemetry = GpuTelemetry(self._device.uuid)
         self._shm = ShmListener(instance_id, self._accept_frame)
@@ -86,6 +93,10 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
             loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.close(error)
+
+    def _failed(self, error: PipeLLMError) -> None:
+        if isinstance(error, DeviceLostError):
+            self._on_device_lost(error)
 
     def _epoch(self, epoch: int) -> LoadedEpoch:
         loaded = self._loaded
@@ -157,7 +168,10 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
             try:
                 events.put(self._make_loaded(request, lambda *done: events.put(done), cancelled.is_set))
             except Exception as error:
-                events.put(error)
+                fault = device_fault(error)
+                events.put(fault or error)
+                if fault is not None:
+                    self._failed(fault)
 
         thread = threading.Thread(target=work, name="load", daemon=True)
         thread.start()
@@ -213,13 +227,13 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
                     embedding=request.embedding, head=request.head, num_kv_blocks=request.num_kv_blocks,
                     kv_block_size=request.kv_block_size, on_progress=on_progress, cancelled=cancelled,
                 )  # fmt: skip
-        except MemoryError as error:
+        except (MemoryError, torch.OutOfMemoryError) as error:
             backend.close()
             raise OutOfCapacityError(f"stage {self._stage_id}: out of memory at load: {error}") from error
         except BaseException:
             backend.close()
             raise
-        return LoadedEpoch(request, runner, spec)
+        return LoadedEpoch(request, runner, spec, self._failed)
 
     def Unload(self, request: Any, context: grpc.ServicerContext) -> stage_pb2.UnloadResponse:
         self._drop(UnavailableError(f"stage {self._stage_id} was unloaded"))

@@ -15,10 +15,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common import rpc
+from common.errors import DeviceLostError, PipeLLMError
 from common.gguf.reader import GGUFFile
 from common.wire import Frame, FrameKind
 from protos import stage_pb2, stage_pb2_grpc
@@ -74,7 +76,8 @@ class Server:
         self.gate = Gate()
         self.server, self.health = rpc.make_server(SERVICE, daemon._WORKERS)
         config = StageConfig(stage_id="tested", carrier="grpc")
-        self.service = StageService(config, "instance", self.gate.backend)
+        self.lost: queue.SimpleQueue[PipeLLMError] = queue.SimpleQueue()
+        self.service = StageService(config, "instance", self.gate.backend, self.lost.put)
         stage_pb2_grpc.add_StageServiceServicer_to_server(self.service, self.server)
         self.address = rpc.listen(self.server, f"unix:{folder}/s.sock")
         self.server.start()
@@ -236,6 +239,35 @@ def test_an_epoch_ends_with_its_stream(server: Server, execute: Callable[[int], 
     execution.run(steps.prompt_step(1, 3, PROMPT, [0]))
     execution.call.cancel()
     server.wait_epoch(0)
+
+
+def test_a_lost_device_ends_more_than_the_epoch(
+    server: Server, execute: Callable[[int], Execution], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream says UNAVAILABLE, so that the mesh recovers, and the daemon is told to end."""
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    execution = execute(server.load())
+    monkeypatch.setattr(ReferenceBackend, "run_layer", fail)
+    execution.send(steps.prompt_step(1, 9, PROMPT, [4, 2]))
+    with pytest.raises(grpc.RpcError) as caught:
+        next(execution.call)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert "illegal memory access" in caught.value.details()
+    assert isinstance(server.lost.get(timeout=TIMEOUT_S), DeviceLostError)
+
+
+def test_no_memory_at_load_is_no_lost_device(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ReferenceBackend, "prepare_layer", fail)
+    with pytest.raises(grpc.RpcError) as caught:
+        server.load()
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert server.lost.empty()
 
 
 def test_unload_ends_execute(server: Server, execute: Callable[[int], Execution]) -> None:

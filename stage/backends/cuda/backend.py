@@ -13,6 +13,7 @@ import torch
 
 from common.errors import PipeLLMError, UnsupportedModelError
 from common.gguf.reader import GGUFFile
+from common.log import get_logger
 from stage.backends.base import Batch, RawTensors
 from stage.backends.cuda import kv_cache
 from stage.backends.cuda.decode import CudaDecoder, RangeGraphs
@@ -201,8 +202,11 @@ class CudaBackend:
             self.offloaded = None
         self._weights = None
         self._last = self._sampler = None
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        try:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        except torch.AcceleratorError as error:  # broken before: who noticed has said so
+            get_logger().warning("gpu_memory_not_freed", reason=str(error).partition("\n")[0])
 
 
 def _linears(layer: LayerSpec) -> list[LinearSpec]:
