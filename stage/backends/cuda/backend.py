@@ -14,7 +14,7 @@ import torch
 from common.errors import PipeLLMError, UnsupportedModelError
 from common.gguf.reader import GGUFFile
 from common.log import get_logger
-from stage.backends.base import Batch, RawTensors
+from stage.backends.base import Batch, RawTensors, make_batch
 from stage.backends.cuda import kv_cache
 from stage.backends.cuda.decode import CudaDecoder, RangeGraphs
 from stage.backends.cuda.forward import Forward, Rows, context_bucket
@@ -31,6 +31,8 @@ from stage.sampler import Drawn, SamplingOptions
 from stage.weights.quants import RawTensor
 
 RESERVE_BYTES = 1280 << 20  # what a step needs beyond weights and KV: operands, scratch, graphs, the context
+
+_WARM_ROWS = 128  # past the last row that the decode kernels take
 
 _MAX_GROUP, _MAX_EXPERTS, _MAX_EXPERTS_USED = 16, 512, 64
 
@@ -189,12 +191,31 @@ class CudaBackend:
         kv: CudaKvCache,
         max_context: int,
     ) -> CudaDecoder:
-        return CudaDecoder(self, embedding, layers, head, kv, max_context, self._use_graphs)
+        self._warm(embedding, layers, kv)
+        decoder = CudaDecoder(self, embedding, layers, head, kv, max_context, self._use_graphs)
+        decoder.warm()
+        return decoder
 
     def replayer(
         self, embedding: Embedding | None, layers: Sequence[AnyLayer], kv: CudaKvCache, max_context: int
     ) -> RangeGraphs | None:
+        self._warm(embedding, layers, kv)
         return RangeGraphs(self, embedding, layers, kv, max_context) if self._use_graphs else None
+
+    @torch.inference_mode()
+    def _warm(self, embedding: Embedding | None, layers: Sequence[AnyLayer], kv: CudaKvCache) -> None:
+        """A prompt through all layers, so that the first one of a user waits for no compiler and no library.
+        What it leaves in the cache nobody reads."""
+        num_rows = min(_WARM_ROWS, kv.num_blocks * kv.block_size)
+        table = np.arange(-(-num_rows // kv.block_size), dtype=np.int32)
+        batch = make_batch([(0, num_rows, table)], kv.block_size)
+        if embedding is not None:
+            hidden_states = self.embed(embedding, np.zeros(num_rows, np.int32))
+        else:
+            shape = (num_rows, layers[0].spec.attention.output.out_features)
+            hidden_states = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        for layer in layers:
+            hidden_states = self.run_layer(layer, kv, batch, hidden_states)
 
     def close(self) -> None:
         if self.offloaded is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 MAX_ROWS = ROW_BUCKETS[-1]
 _MAX_GRAPHS = 24
+
+_GREEDY = SamplingOptions(
+    temperature=0.0, top_k=1, top_p=1.0, min_p=0.0, typical_p=1.0, repeat_penalty=1.0, repeat_last_n=0,
+    presence_penalty=0.0, frequency_penalty=0.0, seed=0,
+)  # fmt: skip
+_DEFAULTS = replace(_GREEDY, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
 
 
 def row_bucket(num_rows: int) -> int:
@@ -160,6 +167,14 @@ class CudaDecoder:
         self._vocabulary = head.output.out_features
         self._sampler = RowSampler(backend.kernels, self._vocabulary, context_bucket(max_context))
         self._placed: list[tuple[int, int]] = []  # (sequence, next position), row by row
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Captures what the first request will most likely need."""
+        for options in (_GREEDY, _DEFAULTS):
+            row = DecodeRow(-1, 0, [0], np.zeros(1, np.int32), options)
+            self.issue([row], 1).wait()
+        self._placed = []
 
     def continues(self, rows: Sequence[DecodeRow]) -> bool:
         return self._placed == [(row.sequence_id, row.position) for row in rows]
