@@ -21,8 +21,8 @@ _WATCH_S = 0.5
 
 
 class Pipeline:
-    """`on_result` is called with each result, in order; `on_failure` with the member that failed, if it was
-    one, and why (at least once; the caller then closes the pipeline)."""
+    """`on_results` is called with the results of each message, in order; `on_failure` with the member that
+    failed, if it was one, and why (at least once; the caller then closes the pipeline)."""
 
     def __init__(
         self,
@@ -30,16 +30,18 @@ class Pipeline:
         members: Sequence[Member],
         scheduler: Scheduler,
         step_timeout_s: float,
-        on_result: Callable[[stage_pb2.StepResult], None],
+        on_results: Callable[[Sequence[stage_pb2.StepResult]], None],
         on_failure: Callable[[Member | None, PipeLLMError], None],
     ) -> None:
         self.epoch = epoch
         self.members = list(members)
         self.scheduler = scheduler
-        self._on_result = on_result
+        self._on_results = on_results
         self._on_failure = on_failure
         self._step_timeout_s = step_timeout_s
-        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._woken = False
+        self._closed = False
         # Steps that a member has not acknowledged, oldest first, with the time of their issue.
         self._unacknowledged: list[dict[int, float]] = [{} for _ in members]
         self._outboxes: list[asyncio.Queue[stage_pb2.Step]] = [asyncio.Queue() for _ in members]
@@ -47,39 +49,41 @@ class Pipeline:
             asyncio.create_task(self._run_stage(index), name=f"stage-{member.stage_id}")
             for index, member in enumerate(self.members)
         ]
-        self._tasks.append(asyncio.create_task(self._issue(), name="issue"))
         self._tasks.append(asyncio.create_task(self._watch(), name="watch"))
 
     def wake(self) -> None:
-        """Something changed that may let a step be issued."""
-        self._wake.set()
+        """Something changed that may let a step be issued: soon, when all that changes now is known."""
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon(self._issue)
 
     async def close(self) -> None:
         """Ends the streams; the stages drop the epoch. Idempotent."""
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _issue(self) -> None:
+    def _issue(self) -> None:
+        self._woken = False
+        if self._closed:
+            return
         try:
-            await self._issue_steps()
+            self._issue_steps()
         except Exception as error:
             self._fault(None, error)
 
-    async def _issue_steps(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            issued = True
-            while issued:  # in turn, so that every group gets its step before any gets a second
-                issued = False
-                for group in range(self.scheduler.config.num_groups):
-                    step = self.scheduler.schedule(group)
-                    if step is not None:
-                        issued = True
-                        for outbox, steps in zip(self._outboxes, self._unacknowledged, strict=True):
-                            steps[step.step_id] = time.monotonic()
-                            outbox.put_nowait(step)
+    def _issue_steps(self) -> None:
+        issued = True
+        while issued:  # in turn, so that every group gets its step before any gets a second
+            issued = False
+            for group in range(self.scheduler.config.num_groups):
+                step = self.scheduler.schedule(group)
+                if step is not None:
+                    issued = True
+                    for outbox, steps in zip(self._outboxes, self._unacknowledged, strict=True):
+                        steps[step.step_id] = time.monotonic()
+                        outbox.put_nowait(step)
 
     async def _watch(self) -> None:
         """Ends the epoch when a step makes no progress: a stage may renew its lease and compute no more.
@@ -101,8 +105,8 @@ class Pipeline:
         try:
             with calling(member):
                 async for response in member.stub.Execute(self._requests(index)):
-                    for result in response.results:
-                        self._on_result(result)
+                    if response.results:
+                        self._on_results(response.results)
                     for step_id in response.acknowledged_steps:
                         self._unacknowledged[index].pop(step_id, None)
                         self.scheduler.on_acknowledged(index, step_id)

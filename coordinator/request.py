@@ -1,6 +1,7 @@
 """One client's request: its options checked and resolved, its tokens turned into text, its end found.
 
-Pure: accepted tokens go in, events for the client come out. Queueing and computing are the scheduler's.
+Pure: accepted tokens go in one by one, events for the client come out, many tokens in one if the client
+was told nothing meanwhile. Queueing and computing are the scheduler's.
 """
 
 from __future__ import annotations
@@ -82,6 +83,11 @@ class Request:
         vocabulary = model.vocabulary
         self._decoder = None if vocabulary is None else vocabulary.stream_decoder(after=prompt[-1])
         self._stops = StopStrings(options.stop)
+        # What the client has not been told yet.
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._infos: list[model_pb2.TokenInfo] = []
+        self._finished: coordinator_pb2.GenerationFinished | None = None
         self.sequence = sequence.Sequence(
             sequence_id=sequence_id,
             tokens=list(prompt),
@@ -99,50 +105,61 @@ class Request:
             context_length=model.context_length,
         )
 
-    def push(self, token: stage_pb2.SampledToken) -> list[Event]:
-        """The events of the sequence's newest token; the last is a GenerationFinished if it ends the request.
+    def push(self, token: stage_pb2.SampledToken) -> FinishReason:
+        """Takes in the sequence's newest token; returns why it ends the request, unspecified if it does not.
 
         An end-of-generation token is reported (id, logprobs) and counted, but has no text.
         """
-        delta = coordinator_pb2.GenerationDelta()
+        token_id = token.token_id
         if self._with_ids:
-            delta.token_ids.append(token.token_id)
+            self._ids.append(token_id)
         if self._with_logprobs:
-            delta.tokens.append(self._token_info(token))
-        reason, stop = FinishReason.FINISH_REASON_UNSPECIFIED, ""
-        if token.token_id in self._ends:
-            reason = FinishReason.FINISH_REASON_STOP
-        elif self._decoder is not None:
-            delta.text, stop = self._stops.push(self._decoder.push(token.token_id))
-        if stop:
-            return [delta, self._finished(FinishReason.FINISH_REASON_STOP_STRING, stop)]
-        if not reason and len(self.sequence.tokens) >= self.sequence.max_length:
-            reason = self._length_reason()
-        return self._end(reason, delta) if reason else _if_any(delta)
+            self._infos.append(self._token_info(token))
+        if token_id in self._ends:
+            return self._end(FinishReason.FINISH_REASON_STOP)
+        if self._decoder is not None:
+            text, stop = self._stops.push(self._decoder.push(token_id))
+            self._text.append(text)
+            if stop:
+                return self._finish(FinishReason.FINISH_REASON_STOP_STRING, stop)
+        if len(self.sequence.tokens) >= self.sequence.max_length:
+            return self._end(self._length_reason())
+        return FinishReason.FINISH_REASON_UNSPECIFIED
 
-    def abort(self) -> list[Event]:
-        """The events of an end by Abort."""
-        return self._end(FinishReason.FINISH_REASON_ABORTED, coordinator_pb2.GenerationDelta())
+    def abort(self) -> None:
+        self._end(FinishReason.FINISH_REASON_ABORTED)
+
+    def take(self) -> list[Event]:
+        """What the client is to be told now: a delta if there is anything new, the finish if it ended."""
+        events: list[Event] = []
+        text = "".join(self._text)
+        if text or self._ids or self._infos:
+            delta = coordinator_pb2.GenerationDelta(text=text, token_ids=self._ids, tokens=self._infos)
+            events.append(delta)
+        self._text, self._ids, self._infos = [], [], []
+        if self._finished is not None:
+            events.append(self._finished)
+        return events
 
     def _length_reason(self) -> FinishReason:
         if self.sequence.num_generated >= self.sequence.max_tokens:
             return FinishReason.FINISH_REASON_MAX_TOKENS
         return FinishReason.FINISH_REASON_CONTEXT_END
 
-    def _end(self, reason: FinishReason, delta: coordinator_pb2.GenerationDelta) -> list[Event]:
-        """The last delta, with the text that was held back, and the finish."""
+    def _end(self, reason: FinishReason) -> FinishReason:
+        """Ends with the text that was held back."""
         rest, stop = self._stops.push("" if self._decoder is None else self._decoder.finish())
+        self._text.append(rest + self._stops.finish())
         if stop:  # begun before, completed by the U+FFFD of a character that never was
             reason = FinishReason.FINISH_REASON_STOP_STRING
-        delta.text += rest + self._stops.finish()
-        return [*_if_any(delta), self._finished(reason, stop)]
+        return self._finish(reason, stop)
 
-    def _finished(self, reason: FinishReason, stop: str) -> coordinator_pb2.GenerationFinished:
+    def _finish(self, reason: FinishReason, stop: str) -> FinishReason:
         own = self.sequence
         first_step = own.first_step_s if own.first_step_s is not None else own.arrived_s
         first_token = own.first_token_s if own.first_token_s is not None else first_step
         last_token = own.last_token_s if own.last_token_s is not None else first_token
-        return coordinator_pb2.GenerationFinished(
+        self._finished = coordinator_pb2.GenerationFinished(
             reason=reason,
             stop_string=stop,
             prompt_tokens=own.num_prompt,
@@ -153,6 +170,7 @@ class Request:
             decode_s=last_token - first_token,
             context_length=self._model.context_length,
         )
+        return reason
 
     def _token_info(self, token: stage_pb2.SampledToken) -> model_pb2.TokenInfo:
         def named(token_id: int, logprob: float) -> model_pb2.TokenLogprob:
@@ -164,10 +182,6 @@ class Request:
             chosen=named(token.token_id, token.logprob),
             top=[named(one.token_id, one.logprob) for one in token.top],
         )
-
-
-def _if_any(delta: coordinator_pb2.GenerationDelta) -> list[Event]:
-    return [delta] if delta.text or delta.token_ids or delta.tokens else []
 
 
 def _check_options(options: coordinator_pb2.GenerationOptions, model: ModelLimits) -> None:

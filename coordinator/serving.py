@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from common.errors import DeadlineError, InvalidRequestError, PipeLLMError
@@ -32,33 +31,35 @@ Event = coordinator_pb2.GenerationDelta | coordinator_pb2.GenerationFinished
 OnFailure = Callable[[int, Member | None, PipeLLMError], None]
 
 
-@dataclass(eq=False)
 class ActiveRequest:
-    """A request on its way, and the events that its client has still to be told."""
+    """A request on its way, and its client's waiting for news of it."""
 
-    request: Request
-    events: asyncio.Queue[Event | PipeLLMError] = field(default_factory=asyncio.Queue)
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._news = asyncio.Event()
+        self._error: PipeLLMError | None = None
+
+    def tell(self) -> None:
+        """The request has something for its client."""
+        self._news.set()
+
+    def fail(self, error: PipeLLMError) -> None:
+        self._error = error
+        self._news.set()
 
     async def events_until_finished(self) -> AsyncIterator[Event]:
         """Deltas, then the finish. Raises the error that ended the request otherwise.
 
-        Deltas that came while the client was busy with the last one are told as one."""
+        What came while the client was busy with the last delta is told as one."""
         while True:
-            event = await self.events.get()
-            while isinstance(event, coordinator_pb2.GenerationDelta) and not self.events.empty():
-                following = self.events.get_nowait()
-                if isinstance(following, coordinator_pb2.GenerationDelta):
-                    event.text += following.text
-                    event.token_ids.extend(following.token_ids)
-                    event.tokens.extend(following.tokens)
-                else:
-                    yield event
-                    event = following
-            if isinstance(event, PipeLLMError):
-                raise event
-            yield event
-            if isinstance(event, coordinator_pb2.GenerationFinished):
-                return
+            await self._news.wait()
+            self._news.clear()
+            for event in self.request.take():
+                yield event
+                if isinstance(event, coordinator_pb2.GenerationFinished):
+                    return
+            if self._error is not None:
+                raise self._error
 
 
 class Served:
@@ -122,7 +123,7 @@ class Served:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_failure = on_failure
         self._pipeline = Pipeline(
-            epoch, members, self.scheduler, config.step_timeout_s, self._on_result, self._on_pipeline_failure
+            epoch, members, self.scheduler, config.step_timeout_s, self._on_results, self._on_pipeline_failure
         )
 
     @property
@@ -163,8 +164,8 @@ class Served:
         for active in list(self._active.values()):
             if active.request.started.request_id == request_id:
                 self._finish(active, "aborted")
-                for event in active.request.abort():
-                    active.events.put_nowait(event)
+                active.request.abort()
+                active.tell()
                 return True
         return False
 
@@ -193,7 +194,7 @@ class Served:
         self._ended = error
         for active in list(self._active.values()):
             self._finish(active, "failed")
-            active.events.put_nowait(error)
+            active.fail(error)
 
     async def close(self) -> None:
         await self._pipeline.close()
@@ -208,20 +209,29 @@ class Served:
                 self._metrics.finished(reason)
             self._pipeline.wake()
 
-    def _on_result(self, result: stage_pb2.StepResult) -> None:
-        accepted = self.scheduler.on_result(result)
-        if self._checked:
-            self._metrics.generated(len(accepted))
-        for sequence, token in accepted:
-            active = self._active.get(sequence.sequence_id)
-            if active is None:
-                continue
-            if sequence.num_generated == 1 and self._checked:
-                self._metrics.prefilled(sequence.num_prompt - sequence.cached_tokens)
-            for event in active.request.push(token):
-                active.events.put_nowait(event)
-                if isinstance(event, coordinator_pb2.GenerationFinished):
-                    self._finish(active, coordinator_pb2.FinishReason.Name(event.reason))
+    def _on_results(self, results: Sequence[stage_pb2.StepResult]) -> None:
+        """Takes in what one message brought, one iteration after the other; clients hear of it as a whole."""
+        num_generated = num_prefilled = 0
+        told: dict[int, ActiveRequest] = {}
+        for result in results:
+            accepted = self.scheduler.on_result(result)
+            num_generated += len(accepted)
+            for sequence, token in accepted:
+                active = self._active.get(sequence.sequence_id)
+                if active is None:
+                    continue
+                if sequence.num_generated == 1:
+                    num_prefilled += sequence.num_prompt - sequence.cached_tokens
+                told[sequence.sequence_id] = active
+                reason = active.request.push(token)
+                if reason:
+                    self._finish(active, coordinator_pb2.FinishReason.Name(reason))
+        for active in told.values():
+            active.tell()
+        if self._checked and num_generated:
+            self._metrics.generated(num_generated)
+            if num_prefilled:
+                self._metrics.prefilled(num_prefilled)
 
     def _on_pipeline_failure(self, member: Member | None, error: PipeLLMError) -> None:
         if not self._failed.done():

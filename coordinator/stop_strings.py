@@ -18,6 +18,8 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, str]:
         """The text to give out, and the stop string that ends it ("" if none has been found)."""
+        if not self._patterns:
+            return text, ""
         self._held += text
         for index, character in enumerate(text, len(self._held) - len(text)):
             found = [pattern.stop for pattern in self._patterns if pattern.advance(character)]
@@ -25,7 +27,7 @@ class StopStrings:
                 stop = max(found, key=len)
                 released, self._held = self._held[: index + 1 - len(stop)], ""
                 return released, stop
-        keep = max((pattern.matched for pattern in self._patterns), default=0)
+        keep = max(pattern.matched for pattern in self._patterns)
         released = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return released, ""

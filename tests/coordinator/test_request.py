@@ -61,10 +61,12 @@ def feed(made: Request, answer: bytes | list[int]) -> list[Event]:
     events: list[Event] = []
     for token_id in answer:
         made.sequence.tokens.append(token_id)
-        events += made.push(
-            SampledToken(sequence_id=1, position=len(made.sequence.tokens) - 1, token_id=token_id)
-        )
-        if events and isinstance(events[-1], GenerationFinished):
+        position = len(made.sequence.tokens) - 1
+        reason = made.push(SampledToken(sequence_id=1, position=position, token_id=token_id))
+        events += made.take()
+        assert bool(reason) == bool(events and isinstance(events[-1], GenerationFinished))
+        if reason:
+            assert finish(events).reason == reason
             break
     return events
 
@@ -154,12 +156,25 @@ def test_ids_come_at_once_even_while_a_character_is_incomplete() -> None:
     ]
 
 
+def test_what_comes_together_is_told_as_one() -> None:
+    made = request(GenerationOptions(return_ids=True, logprobs=True, stop=["##"]))
+    for token_id in "h€#!".encode():
+        made.sequence.tokens.append(token_id)
+        assert not made.push(SampledToken(token_id=token_id))
+    (delta,) = made.take()
+    assert isinstance(delta, GenerationDelta)
+    assert (delta.text, list(delta.token_ids)) == ("h€#!", list("h€#!".encode()))
+    assert [info.chosen.token_id for info in delta.tokens] == list(delta.token_ids)
+    assert made.take() == []
+    (last,) = feed(made, b"#")[:1]
+    assert isinstance(last, GenerationDelta) and (last.text, list(last.token_ids)) == ("", [35])
+
+
 def test_logprobs_name_the_bytes_of_tokens() -> None:
     made = request(GenerationOptions(logprobs=True, top_logprobs=1))
     made.sequence.tokens.append(EOG)
-    (delta, _) = made.push(
-        SampledToken(token_id=EOG, logprob=-0.5, top=[TokenLogprob(token_id=0x82, logprob=-0.25)])
-    )
+    made.push(SampledToken(token_id=EOG, logprob=-0.5, top=[TokenLogprob(token_id=0x82, logprob=-0.25)]))
+    (delta, _) = made.take()
     assert isinstance(delta, GenerationDelta)
     (info,) = delta.tokens
     assert (info.chosen.token_id, info.chosen.logprob, info.chosen.text) == (EOG, -0.5, b"<end>")
@@ -237,7 +252,8 @@ def test_max_tokens_and_the_contexts_end() -> None:
 def test_abort_tells_what_was_held_back() -> None:
     made = request(GenerationOptions(stop=["##"]))
     feed(made, b"a#")
-    events = made.abort()
+    made.abort()
+    events = made.take()
     assert text(events) == "#"
     assert finish(events).reason == FinishReason.FINISH_REASON_ABORTED
 
@@ -253,5 +269,7 @@ def test_times_and_counts_of_the_finish() -> None:
 
 
 def test_times_of_a_request_that_never_ran() -> None:
-    ended = finish(request().abort())
+    made = request()
+    made.abort()
+    ended = finish(made.take())
     assert (ended.queue_s, ended.prefill_s, ended.decode_s, ended.generated_tokens) == (0, 0, 0, 0)
