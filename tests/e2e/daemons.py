@@ -51,9 +51,11 @@ class Mesh:
     """A coordinator that serves `model`, and its stages."""
 
     def __init__(
-        self, folder: Path, model: Path, stages: int, *coordinator_flags: str, carrier: str = "auto"
-    ) -> None:
+        self, folder: Path, model: Path, stages: int, *coordinator_flags: str, carrier: str = "auto",
+        stage_flags: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self._carrier = carrier
+        self._stage_flags = stage_flags
         self.folder = folder
         self.address = f"unix:{folder}/c.sock"
         self.client = Client(self.address)
@@ -69,7 +71,7 @@ class Mesh:
     def start_stage(self, name: str, *flags: str) -> Daemon:
         arguments = ["--listen", f"unix:{self.folder}/{name}.sock", "--coordinator", self.address]
         arguments += ["--stage-id", name, "--backend", "reference", "--threads", "1"]
-        arguments += ["--carrier", self._carrier, *flags]
+        arguments += ["--carrier", self._carrier, *self._stage_flags, *flags]
         self.stages[name] = Daemon("stage", arguments, self.folder / f"{name}.log")
         return self.stages[name]
 
