@@ -257,6 +257,7 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
             link.close()
             raise NotReadyError(f"stage {self._stage_id}: epoch {request.epoch} has ended, or has a link")
         loaded.engine.post_link(link)
+        self._log.info("link_attached", carrier=link.carrier, round_trip_us=round(link.round_trip_s * 1e6, 1))
         return stage_pb2.AttachLinkResponse(carrier=link.carrier, round_trip_s=link.round_trip_s)
 
     def StreamFrames(
