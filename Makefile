@@ -8,12 +8,13 @@ comma := ,
 EXTRAS := dev$(if $(wildcard /dev/nvidia0),$(comma)gpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model protos test check sanitize demo
+.PHONY: help venv model protos test check kernels sanitize demo
 
 help:
 	@echo 'make demo     a real model answers through a coordinator and two stage daemons'
 	@echo 'make test     the whole test suite'
 	@echo 'make check    ruff, mypy, import-linter'
+	@echo 'make kernels  every CUDA kernel for every architecture, with registers and spills (minutes; no GPU needed)'
 	@echo 'make venv     only install, into $(VENV)'
 	@echo 'make model    only fetch the demo model'
 	@echo 'make protos   regenerate the code in protos/ from the .proto files'
@@ -53,6 +54,10 @@ check: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+
+# Compiling alone: a quarter of an hour on two cores. `make test` compiles a part of them.
+kernels: $(STAMP)
+	PIPELLM_ALL_KERNELS=1 $(PY) -m pytest tests/stage/backends/cuda/test_compile.py
 
 # The kernel tests of the CPU backend under the address and undefined-behaviour sanitizers (x86, gcc).
 sanitize: $(STAMP)
