@@ -10,6 +10,7 @@ link's and the host memory's rates are measured in the same run. Ends with one l
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -30,7 +31,7 @@ from stage.backends.base import DecodeRow, make_batch
 from stage.backends.cuda.backend import CudaBackend
 from stage.model.registry import build_spec
 from stage.model.spec import tensor_refs
-from stage.placement import Place, arrange
+from stage.placement import Place, arrange, keep_hosts
 from stage.sampler import SamplingOptions
 from stage.weights.loader import raw_tensors
 
@@ -42,13 +43,20 @@ class Engine:
     """A whole model, its layers in given places."""
 
     def __init__(
-        self, path: Path, places: Sequence[Place], pinned_bytes: int, prefetch: bool = True, threads: int = 0
+        self,
+        path: Path,
+        places: Sequence[Place],
+        batch_places: Sequence[Place],
+        pinned_bytes: int,
+        prefetch: bool = True,
+        threads: int = 0,
     ) -> None:
         started = time.perf_counter()
         file = GGUFFile.open(path)
         self.spec = spec = build_spec(file, MAX_CONTEXT)
         self.backend = backend = CudaBackend(torch.device("cuda", 0))
-        backend.offload(file, spec.layers, dict(enumerate(places)), pinned_bytes, threads, prefetch)
+        few, many = dict(enumerate(places)), dict(enumerate(batch_places))
+        backend.offload(file, spec.layers, few, many, pinned_bytes, threads, prefetch)
         num_blocks = max(MAX_CONTEXT // BLOCK_SIZE, 8 * BLOCKS_A_ROW)
         self.kv = backend.allocate_kv(spec.layers, num_blocks, BLOCK_SIZE)
         self.embedding = backend.prepare_embedding(
@@ -92,7 +100,7 @@ class Engine:
         return self.backend.offloaded.stream.bytes_copied if self.backend.offloaded else 0
 
     def close(self) -> None:
-        self.decoder = self.layers = self.kv = self.embedding = self.head = None
+        del self.decoder, self.layers, self.kv, self.embedding, self.head
         self.backend.close()
 
 
@@ -126,7 +134,7 @@ def measure(engine: Engine, steps: int, whole: bool, link: float) -> dict[str, f
     if whole:
         result["decode_8"] = 8 / engine.decode_s(8, max(8, steps // 2))
         for tokens in (512, 2048):
-            result[f"prefill_{tokens}"] = tokens / median_s(lambda n=tokens: engine.prefill(n), 3)
+            result[f"prefill_{tokens}"] = tokens / median_s(functools.partial(engine.prefill, tokens), 3)
     return {name: round(value, 3) for name, value in result.items()}
 
 
@@ -139,7 +147,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--recipe", default="q4_k_m")
     parser.add_argument("--resident", type=numbers, default=[24, 16, 0])
-    parser.add_argument("--host-shares", default="0.5,0.625", help="of the layers that are not resident")
+    parser.add_argument(
+        "--hosts", default="0.5:0.25", help="shares of the layers not resident, at batch 1:in batches"
+    )
     parser.add_argument("--pinned-gb", type=float, default=64)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=32)
@@ -156,11 +166,14 @@ def main() -> None:
     results: dict[str, Any] = {"link_gb_s": link / 1e9}
     print(f"link {link / 1e9:.1f} GB/s, model after {time.perf_counter() - began:.0f} s", flush=True)
 
-    def run(name: str, streamed: int, host: int, prefetch: bool = True, whole: bool = True) -> None:
+    def run(
+        name: str, places: Sequence[Place], kept: int = 0, prefetch: bool = True, whole: bool = True
+    ) -> None:
         if time.perf_counter() - began > args.deadline_s:
             return
         try:
-            engine = Engine(path, arrange(num_layers, streamed, host), pinned_bytes, prefetch, args.threads)
+            batch_places = keep_hosts(places, kept)
+            engine = Engine(path, places, batch_places, pinned_bytes, prefetch, args.threads)
             try:
                 results[name] = measure(engine, args.steps, whole, link)
             finally:
@@ -170,15 +183,15 @@ def main() -> None:
         print(f"{name}: {json.dumps(results[name])}", flush=True)
 
     with torch.inference_mode():
-        run("all resident", 0, 0)
+        run("all resident", arrange(num_layers, 0, 0))
         for resident in args.resident:
             rest = num_layers - resident
-            run(f"{resident} resident, streamed", rest, 0)
-            for share in map(float, args.host_shares.split(",")):
-                host = round(rest * share)
-                name = f"{resident} resident, {rest - host} streamed, {host} host"
-                run(name, rest - host, host)
-            run(f"{resident} resident, no prefetch", rest, 0, prefetch=False, whole=False)
+            for share, batch_share in (map(float, one.split(":")) for one in args.hosts.split(",")):
+                host, kept = round(rest * share), round(rest * batch_share)
+                name = f"{resident} resident, {rest - host} streamed, {host} host ({kept} in batches)"
+                run(name, arrange(num_layers, rest - host, host), kept)
+            run(f"{resident} resident, streamed", arrange(num_layers, rest, 0))
+            run(f"{resident}, no prefetch", arrange(num_layers, rest, 0), prefetch=False, whole=False)
     print(json.dumps({"benchmark": "streaming", "gpu": torch.cuda.get_device_name(), "results": results}))
 
 

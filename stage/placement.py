@@ -70,7 +70,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Placement:
-    places: tuple[Place, ...]
+    places: tuple[Place, ...]  # in steps of few rows
+    batch_places: tuple[Place, ...]  # in larger ones, where fewer layers are worth computing on the host
     pinned: tuple[int, ...]  # offloaded layers that the pinned pool holds, by their place in `places`
     gpu_bytes: int
     host_bytes: int
@@ -90,9 +91,14 @@ def choose(layers: Sequence[LayerSize], budgets: Budgets, rates: Rates) -> Place
     best: Placement | None = None
     for offloaded in range(len(layers) + 1):
         for host in range(offloaded + 1):
-            found = _fitting(layers, arrange(len(layers), offloaded - host, host), budgets, rates)
-            if found and (best is None or found.prediction.batch_1 > best.prediction.batch_1):
-                best = found
+            places = arrange(len(layers), offloaded - host, host)
+            for batch_places in (for_batches(layers, places, rates), places):
+                found = _measured(layers, places, batch_places, budgets, rates)
+                if found is None or _excess(found, budgets):
+                    continue
+                if best is None or found.prediction.batch_1 > best.prediction.batch_1:
+                    best = found
+                break
     if best is None:
         raise _too_little(layers, budgets, rates)
     return best
@@ -102,16 +108,16 @@ def measure(
     layers: Sequence[LayerSize], places: Sequence[Place], budgets: Budgets, rates: Rates
 ) -> Placement:
     """A given placement's sizes and prediction. Raises OutOfCapacityError where it exceeds a budget."""
-    found = _measured(layers, tuple(places), budgets, rates)
-    if found is None:
-        raise _too_little(layers, budgets, rates)
-    for name, needed, allowed in (
-        ("gpu_memory", found.gpu_bytes, budgets.gpu_bytes),
-        ("host_memory", found.host_bytes, budgets.host_bytes),
-    ):
-        if needed > allowed:
-            raise OutOfCapacityError(f"this placement needs {needed} bytes of {name}, {allowed} are allowed")
-    return found
+    places = tuple(places)
+    excess = ""
+    for batch_places in (for_batches(layers, places, rates), places):
+        found = _measured(layers, places, batch_places, budgets, rates)
+        if found is None:
+            raise _too_little(layers, budgets, rates)
+        excess = _excess(found, budgets)
+        if not excess:
+            return found
+    raise OutOfCapacityError(f"this placement needs {excess}")
 
 
 def arrange(num_layers: int, streamed: int, host: int) -> tuple[Place, ...]:
@@ -128,6 +134,30 @@ def arrange(num_layers: int, streamed: int, host: int) -> tuple[Place, ...]:
         places += _mixed(_share(streamed, group, groups), _share(resident, group, groups))
         places += [Place.HOST] * _share(host, group, groups)
     return tuple(places)
+
+
+def for_batches(layers: Sequence[LayerSize], places: Sequence[Place], rates: Rates) -> tuple[Place, ...]:
+    """The same for steps of 8 rows, but with those host layers streamed that the link brings sooner."""
+    hosts = [i for i, place in enumerate(places) if place == Place.HOST]
+    best, best_s = tuple(places), float("inf")
+    for kept in range(len(hosts) + 1):
+        candidate = keep_hosts(places, kept)
+        seconds = _decode_s(
+            layers, candidate, range(len(layers)), rates, rates.gpu_batch_8, rates.host_batch_8
+        )
+        if seconds < best_s:
+            best, best_s = candidate, seconds
+    return best
+
+
+def keep_hosts(places: Sequence[Place], kept: int) -> tuple[Place, ...]:
+    """So many of the host layers, evenly; the others streamed."""
+    result = list(places)
+    hosts = [i for i, place in enumerate(places) if place == Place.HOST]
+    for number, i in enumerate(hosts):
+        if number * kept % len(hosts) >= kept:
+            result[i] = Place.STREAMED
+    return tuple(result)
 
 
 def pinned_layers(
@@ -212,17 +242,23 @@ def _mixed(streamed: int, resident: int) -> list[Place]:
     ]
 
 
-def _fitting(
-    layers: Sequence[LayerSize], places: tuple[Place, ...], budgets: Budgets, rates: Rates
-) -> Placement | None:
-    found = _measured(layers, places, budgets, rates)
-    if found is None or found.gpu_bytes > budgets.gpu_bytes or found.host_bytes > budgets.host_bytes:
-        return None
-    return found
+def _excess(found: Placement, budgets: Budgets) -> str:
+    """What a placement takes beyond a budget, for a message; empty where it stays within all."""
+    for name, needed, allowed in (
+        ("gpu_memory", found.gpu_bytes, budgets.gpu_bytes),
+        ("host_memory", found.host_bytes, budgets.host_bytes),
+    ):
+        if needed > allowed:
+            return f"{needed} bytes of {name}, {allowed} are allowed"
+    return ""
 
 
 def _measured(
-    layers: Sequence[LayerSize], places: tuple[Place, ...], budgets: Budgets, rates: Rates
+    layers: Sequence[LayerSize],
+    places: tuple[Place, ...],
+    batch_places: tuple[Place, ...],
+    budgets: Budgets,
+    rates: Rates,
 ) -> Placement | None:
     """None where a layer that cannot leave the GPU would have to, or the pinned pool is too small."""
     offloaded = [layer for layer, place in zip(layers, places, strict=True) if place != Place.RESIDENT]
@@ -234,11 +270,12 @@ def _measured(
     except OutOfCapacityError:
         return None
     gpu_bytes = host_bytes = room = 0
-    for i, (layer, place) in enumerate(zip(layers, places, strict=True)):
-        if place == Place.RESIDENT:
+    for i, layer in enumerate(layers):
+        if places[i] == Place.RESIDENT:
             gpu_bytes += layer.packed_bytes
-        if place == Place.HOST:
+        if places[i] == Place.HOST:
             host_bytes += layer.kv_bytes + (0 if i in pinned else layer.raw_bytes)
+        if batch_places[i] == Place.HOST:
             room = max(room, layer.kv_bytes)
         else:
             gpu_bytes += layer.kv_bytes
@@ -247,17 +284,21 @@ def _measured(
         gpu_bytes += RAW_SLOTS * max(layer.raw_bytes for layer in offloaded)
         gpu_bytes += TILE_SLOTS * max(layer.packed_bytes for layer in offloaded)
     host_bytes += pinned_bytes
-    prediction = predict(layers, places, pinned, rates)
-    return Placement(places, pinned, gpu_bytes, host_bytes, pinned_bytes, prediction)
+    prediction = predict(layers, places, batch_places, pinned, rates)
+    return Placement(places, batch_places, pinned, gpu_bytes, host_bytes, pinned_bytes, prediction)
 
 
 def predict(
-    layers: Sequence[LayerSize], places: Sequence[Place], pinned: Sequence[int], rates: Rates
+    layers: Sequence[LayerSize],
+    places: Sequence[Place],
+    batch_places: Sequence[Place],
+    pinned: Sequence[int],
+    rates: Rates,
 ) -> Prediction:
     """What follows from the rates where link and cores never wait for one another."""
     return Prediction(
         batch_1=1 / _decode_s(layers, places, pinned, rates, 1.0, 1.0),
-        batch_8=8 / _decode_s(layers, places, pinned, rates, rates.gpu_batch_8, rates.host_batch_8),
+        batch_8=8 / _decode_s(layers, batch_places, pinned, rates, rates.gpu_batch_8, rates.host_batch_8),
         prefill=PREFILL_TOKENS / _prefill_s(layers, places, pinned, rates),
     )
 
@@ -313,7 +354,8 @@ def _too_little(layers: Sequence[LayerSize], budgets: Budgets, rates: Rates) -> 
             "cannot be streamed (it has F32 or BF16 matrices): give this stage fewer layers"
         )
     unlimited = Budgets(budgets.gpu_bytes, 1 << 62, 1 << 62)
-    least = _measured(layers, arrange(len(layers), len(layers), 0), unlimited, rates)
+    streamed = arrange(len(layers), len(layers), 0)
+    least = _measured(layers, streamed, streamed, unlimited, rates)
     ring_bytes = RING_SLOTS * max(layer.raw_bytes for layer in layers)
     if least is None:  # cannot be: every layer is streamable and the pool has no bound
         return OutOfCapacityError("the layers fit into no placement")

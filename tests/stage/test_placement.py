@@ -17,6 +17,7 @@ from stage.placement import (
     arrange,
     choose,
     describe,
+    keep_hosts,
     measure,
     parse_amount,
     parse_places,
@@ -100,6 +101,17 @@ def test_an_arrangement_has_what_was_asked_for_and_spreads_it(num_layers: int, d
         assert places[0] == Place.STREAMED
     if streamed >= host > 0:  # never two host layers before the link has brought another one
         assert all(places[i : i + 2] != (Place.HOST, Place.HOST) for i in range(num_layers))
+
+
+def test_larger_steps_compute_fewer_layers_on_the_host() -> None:
+    slow = replace(RATES, host_batch_8=6.0)
+    placement = measure(LLAMA_8B, arrange(32, 7, 9), Budgets(10**12, 10**12, 10**12), slow)
+    batch = placement.batch_places
+    assert placement.places.count(Place.HOST) == 9 > batch.count(Place.HOST) > 0
+    assert all(b == p or p == Place.HOST for b, p in zip(batch, placement.places, strict=True))
+    assert placement.prediction.batch_8 > 8 / (9 * 131e6 * 6 / 85e9)
+    for kept in range(10):
+        assert keep_hosts(placement.places, kept).count(Place.HOST) == kept
 
 
 def test_everything_stays_resident_where_it_fits() -> None:

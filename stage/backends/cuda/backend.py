@@ -105,17 +105,19 @@ class CudaBackend:
         file: GGUFFile,
         layers: Sequence[LayerSpec],
         places: Mapping[int, Place],
+        batch_places: Mapping[int, Place],
         pinned_bytes: int,
         host_threads: int = 0,
         prefetch: bool = True,
     ) -> None:
-        """Says, before any layer is prepared, where the layers' weights will lie (by global layer number).
+        """Says, before any layer is prepared, where the layers' weights will lie (by global layer number): in
+        steps of few rows, and in larger ones.
 
         Takes the pinned memory and the slots on the GPU. Raises UnsupportedModelError for a layer that cannot
         be streamed, OutOfCapacityError where the pinned memory is too small or not to be had."""
         if any(places[layer.index] != Place.RESIDENT for layer in layers):
             self.offloaded = OffloadedLayers(
-                self.forward, file, layers, places, pinned_bytes, host_threads, prefetch
+                self.forward, file, layers, places, batch_places, pinned_bytes, host_threads, prefetch
             )
 
     # --- weights and cache --------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ class CudaBackend:
             torch.cuda.set_device(self.device)
             self._last = (batch, Rows.of(batch, self.device))
             if self.offloaded is not None:
-                self.offloaded.begin(batch.num_rows)
+                self.offloaded.begin(batch)
         hidden_states = hidden_states.to(self.device).contiguous()
         if isinstance(layer, Layer):
             self.forward.layer(layer, kv, self._last[1], hidden_states)

@@ -216,7 +216,7 @@ class CudaDecoder:
 
             self._graphs.run((bucket, context, method, piece.number), step, trial)
 
-        self._pieces.run(batch, self._hidden_states, run)
+        self._pieces.run(bucket, batch, self._hidden_states, run)
 
     def _compute(self, piece: Piece, bucket: int, context: int, method: str) -> None:
         rows = self._rows.rows(self._sampler.positions, bucket, context)
@@ -284,7 +284,7 @@ class RangeGraphs:
 
             self._graphs.run((bucket, context, piece.number), step, trial)
 
-        self._pieces.run(batch, self._hidden_states, run)
+        self._pieces.run(bucket, batch, self._hidden_states, run)
         return self._hidden_states[:num_rows].clone()
 
 

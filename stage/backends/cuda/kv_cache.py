@@ -59,8 +59,14 @@ class CudaKvCache:
                 f"are free on {device}; fewer blocks or a shorter context would fit"
             ) from error
 
-    @staticmethod
-    def layer_elements(layer: LayerSpec, num_blocks: int, block_size: int) -> int:
-        """Elements of K, and as many of V, of one layer."""
-        attention = layer.attention
-        return (num_blocks + 1) * attention.num_kv_heads * block_size * head_stride(attention.head_dim)
+    def share_room(self, layers: Sequence[LayerSpec], num_blocks: int, device: torch.device) -> None:
+        """Adds layers that keep nothing here between their runs: all in the room of the largest."""
+        largest = max(layers, key=kv_bytes_per_token)
+        room = CudaKvCache([largest], num_blocks, self.block_size, device)
+        keys, values = (one[largest.index].view(-1) for one in (room.keys, room.values))
+        for layer in layers:
+            size = (num_blocks + 1) * kv_bytes_per_token(layer) // 4 * self.block_size
+            shape = (num_blocks + 1, layer.attention.num_kv_heads, -1)
+            self.keys[layer.index] = keys[:size].view(shape)
+            self.values[layer.index] = values[:size].view(shape)
+        self.nbytes += room.nbytes

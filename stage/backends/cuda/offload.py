@@ -1,8 +1,8 @@
 """The layers of a GPU stage whose weights do not stay on the GPU: streamed to it, or computed by the host.
 
 Their matrices live once in host memory, as the file's bytes: in the pinned pool as far as it goes, else in
-the file. What is small (norms, biases, rotary tables) is on the GPU for every layer. Decode computes host
-layers on the host's cores; prefill of more than HOST_ROWS rows streams those too.
+the file. What is small (norms, biases, rotary tables) is on the GPU for every layer. Which layers the host
+computes depends on the rows of a step: with more of them arithmetic takes the cores longer, the link not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from stage.weights.loader import raw_tensors
 from stage.weights.paging import let_go
 from stage.weights.quants import RawTensor
 
-HOST_ROWS = 16  # most rows of a step, other than decode, whose host layers the host computes
+FEW_ROWS = 2  # most rows of a step that runs as `places` say
+HOST_ROWS = 16  # most rows of a prefill whose host layers the host computes; of decode it is any number
 _ALIGNMENT = 256
 
 
@@ -53,12 +54,14 @@ class OffloadedLayers:
         file: GGUFFile,
         specs: Sequence[LayerSpec],
         places: Mapping[int, Place],
+        batch_places: Mapping[int, Place],
         pinned_bytes: int,
         host_threads: int = 0,
         prefetch: bool = True,
     ) -> None:
-        """`specs`: all layers of the stage; `places`: of each. Takes the pinned pool, and on the GPU the
-        slots.
+        """`specs`: all layers of the stage; `places`: of each, in steps of up to FEW_ROWS rows;
+        `batch_places`: in larger ones (the same, but that host layers may be streamed). Takes the pinned
+        pool, and on the GPU the slots.
 
         Raises UnsupportedModelError for a layer that cannot be streamed (matrices of F32 or BF16),
         OutOfCapacityError where the pinned pool is too small for the ring that reads the rest.
@@ -68,6 +71,7 @@ class OffloadedLayers:
         self._forward = forward
         self._device = forward.device
         self.places = {spec.index: places[spec.index] for spec in specs}
+        self._batch_places = {spec.index: batch_places[spec.index] for spec in specs}
         offloaded = [spec for spec in specs if places[spec.index] != Place.RESIDENT]
         raws = {spec.index: raw_tensors(file, tensor_refs(spec)) for spec in offloaded}
         for spec in offloaded:
@@ -92,14 +96,15 @@ class OffloadedLayers:
             ring = ReadAhead(in_ring, slots, direct=file.file_bytes > psutil.virtual_memory().available)
         self._blobs = _Blobs(blobs, ring)
         hosts = any(place == Place.HOST for place in self.places.values())
-        self._host = HostLayers(self._device, host_threads) if hosts else None
+        self._host = HostLayers(host_threads) if hosts else None
         self._recipes: dict[int, list[MatrixRecipe]] = {}
         self._loader: _NotingLoader | None = _NotingLoader(self._device)
         tile_bytes = max(_slot_bytes(spec, raws[spec.index]) for spec in offloaded)
         self.stream = WeightStream(forward.kernels, self._recipes, self._blobs, largest, tile_bytes, prefetch)
-        self._decode_order = self._order(Place.STREAMED)
-        self._prefill_order = self._order(Place.STREAMED, Place.HOST)
-        self._decoding = False
+        self._few_order = self._order(self.places, Place.STREAMED)
+        self._batch_order = self._order(self._batch_places, Place.STREAMED)
+        self._prefill_order = self._order(self.places, Place.STREAMED, Place.HOST)
+        self._on_host: frozenset[int] = frozenset()  # in the step that has begun
 
     # --- load ---------------------------------------------------------------------------------------------
 
@@ -142,60 +147,76 @@ class OffloadedLayers:
         return OffloadedLayer(spec, views)
 
     def allocate_kv(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> CudaKvCache:
-        """Host layers' K and V lie in host memory; on the GPU they share one layer's room."""
+        """Host layers' K and V lie in host memory. On the GPU, those that batches stream have a copy; the
+        others share one layer's room."""
         host = [spec for spec in specs if self.places[spec.index] == Place.HOST]
-        others = [spec for spec in specs if self.places[spec.index] != Place.HOST]
-        kv = CudaKvCache(others, num_blocks, block_size, self._device)
-        if self._host is not None and host:
-            self._host.allocate_kv(host, num_blocks, block_size)
-            widest = max(host, key=lambda spec: CudaKvCache.layer_elements(spec, num_blocks, block_size))
-            room = CudaKvCache([widest], num_blocks, block_size, self._device)
-            for spec in host:
-                size = CudaKvCache.layer_elements(spec, num_blocks, block_size)
-                shape = (num_blocks + 1, spec.attention.num_kv_heads, -1)
-                kv.keys[spec.index] = room.keys[widest.index].view(-1)[:size].view(shape)
-                kv.values[spec.index] = room.values[widest.index].view(-1)[:size].view(shape)
-            kv.nbytes += room.nbytes
+        alone = [spec for spec in host if self._batch_places[spec.index] == Place.HOST]
+        on_gpu = [spec for spec in specs if spec not in alone]
+        kv = CudaKvCache(on_gpu, num_blocks, block_size, self._device)
+        if alone:
+            kv.share_room(alone, num_blocks, self._device)
+        if self._host is not None:
+            self._host.allocate_kv(host, num_blocks, block_size, kv, {spec.index for spec in alone})
         return kv
 
-    # --- steps, layer by layer ------------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------------------
 
-    def begin(self, num_rows: int) -> None:
-        """A step of so many rows begins, layer by layer."""
-        if num_rows <= HOST_ROWS:
-            self.begin_decode()
+    def begin(self, batch: Batch) -> None:
+        """A step begins, layer by layer."""
+        if batch.num_rows <= HOST_ROWS:
+            self.begin_decode(batch.num_rows)
             return
         self._loader = None
-        self._decoding = False
-        pairs = zip(self._prefill_order, self._decode_order, strict=False)
-        common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self._decode_order))
+        self._on_host = frozenset()
+        pairs = zip(self._prefill_order, self._few_order, strict=False)
+        common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self._few_order))
         self.stream.follow(self._prefill_order, common)
 
-    def begin_decode(self) -> None:
+    def begin_decode(self, num_rows: int) -> None:
         self._loader = None
-        self._decoding = True
-        self.stream.follow(self._decode_order)
+        few = num_rows <= FEW_ROWS
+        places = self.places if few else self._batch_places
+        self._on_host = frozenset(index for index, place in places.items() if place == Place.HOST)
+        self.stream.follow(self._few_order if few else self._batch_order)
 
     def run(
         self, layer: OffloadedLayer, kv: CudaKvCache, batch: Batch, rows: Rows, hidden_states: torch.Tensor
     ) -> None:
         """hidden_states: f32 [rows, hidden_size] on the GPU, changed in place."""
         index = layer.spec.index
-        on_host = self.places[index] == Place.HOST
-        if on_host and self._decoding:
+        if index in self._on_host:
             self.run_host((index,), batch, hidden_states)
             return
-        slot = self.stream.acquire(index)
-        if on_host and self._host is not None:
-            self._host.lend(index, batch, kv)
-        self._forward.layer(layer.views[slot], kv, rows, hidden_states)
-        self.stream.release(index)
-        if on_host and self._host is not None:
-            self._host.take_back(index, batch, kv)
+        view = layer.views[self.acquire(index, batch)]
+        self._forward.layer(view, kv, rows, hidden_states)
+        self.release(index, batch, soon=batch.num_rows > HOST_ROWS)
 
-    def decode_view(self, layer: OffloadedLayer) -> Layer:
+    def acquire(self, index: int, batch: Batch | None) -> int:
+        """The tile slot with the weights of a layer that the GPU now computes; its K and V are there too."""
+        slot = self.stream.acquire(index)
+        if self.needs_batch(index) and self._host is not None and batch is not None:
+            self._host.kv.before_gpu(index, batch)
+        return slot
+
+    def release(self, index: int, batch: Batch | None, soon: bool = False) -> None:
+        """All work of the layer has been issued. `soon`: the host may compute it in the next step."""
+        self.stream.release(index)
+        if self.needs_batch(index) and self._host is not None and batch is not None:
+            self._host.kv.after_gpu(index, batch, soon)
+
+    def needs_batch(self, index: int) -> bool:
+        """Whether the host computes this layer in some steps."""
+        return self.places[index] == Place.HOST
+
+    # --- decode in pieces -----------------------------------------------------------------------------------
+
+    def decode_places(self, few: bool) -> Mapping[int, Place]:
+        return self.places if few else self._batch_places
+
+    def decode_view(self, layer: OffloadedLayer, few: bool) -> Layer:
         """A streamed layer with its tiles in the slot that decode always uses for it."""
-        return layer.views[self.stream.slot_of(self._decode_order, layer.spec.index)]
+        order = self._few_order if few else self._batch_order
+        return layer.views[self.stream.slot_of(order, layer.spec.index)]
 
     def run_host(self, layers: Sequence[int], batch: Batch, hidden_states: torch.Tensor) -> None:
         if self._host is None:
@@ -204,7 +225,7 @@ class OffloadedLayers:
 
     @property
     def host_kv_bytes(self) -> int:
-        return self._host.kv_nbytes if self._host is not None else 0
+        return self._host.kv.host.nbytes if self._host is not None else 0
 
     @property
     def pinned_bytes(self) -> int:
@@ -218,8 +239,8 @@ class OffloadedLayers:
         torch.cuda.synchronize(self._device)
         self._pool.close()
 
-    def _order(self, *places: Place) -> tuple[int, ...]:
-        return tuple(index for index, place in self.places.items() if place in places)
+    def _order(self, places: Mapping[int, Place], *wanted: Place) -> tuple[int, ...]:
+        return tuple(index for index, place in places.items() if place in wanted)
 
 
 class _Blobs:

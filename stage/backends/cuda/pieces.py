@@ -7,13 +7,13 @@ the host. A stage whose layers are all resident has one piece, the whole step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from common.errors import PipeLLMError
 from stage.backends.base import Batch, DecodeRow, make_batch
-from stage.backends.cuda.offload import OffloadedLayer, OffloadedLayers
+from stage.backends.cuda.offload import FEW_ROWS, OffloadedLayer, OffloadedLayers
 from stage.backends.cuda.weights import Layer
 from stage.placement import Place
 
@@ -31,68 +31,77 @@ class Piece:
 
 
 class StepPieces:
+    """The pieces of steps of few rows, and those of larger ones, whose places may be others."""
+
     def __init__(self, offloaded: OffloadedLayers | None, layers: Sequence[AnyLayer]) -> None:
         self._offloaded = offloaded
-        runs = _runs(layers, offloaded)
-        self._pieces = tuple(
-            Piece(i, i == 0, i == len(runs) - 1, tuple(run.host), run.streamed, tuple(run.layers))
-            for i, run in enumerate(runs)
-        )
+        self._pieces = {few: _pieces(layers, offloaded, few) for few in (True, False)}
 
     @property
     def count(self) -> int:
-        return len(self._pieces)
+        return max(map(len, self._pieces.values()))
 
     def host_batch(self, rows: Sequence[DecodeRow], ahead: int, block_size: int) -> Batch | None:
         """The rows as the host computes them, `ahead` iterations on; None where it computes nothing."""
-        if not any(piece.host for piece in self._pieces):
+        offloaded = self._offloaded
+        if offloaded is None or not any(map(offloaded.needs_batch, offloaded.places)):
             return None
         return make_batch([(row.position + ahead, 1, row.block_table) for row in rows], block_size)
 
     def run(
-        self, batch: Batch | None, hidden_states: torch.Tensor, run_piece: Callable[[Piece], None]
+        self,
+        num_rows: int,
+        batch: Batch | None,
+        hidden_states: torch.Tensor,
+        run_piece: Callable[[Piece], None],
     ) -> None:
         """`run_piece` puts a piece's work for the GPU on the current stream. `hidden_states`: f32 [>= rows,
-        hidden_size], where it leaves them. `batch`: needed where the host computes."""
+        hidden_size], where it leaves them. `num_rows`: with padding. `batch`: needed where the host computes.
+        """
         offloaded = self._offloaded
-        if offloaded is None:
-            run_piece(self._pieces[0])
-            return
-        offloaded.begin_decode()
-        for piece in self._pieces:
+        few = num_rows <= FEW_ROWS
+        if offloaded is not None:
+            offloaded.begin_decode(num_rows)
+        for piece in self._pieces[few]:
+            if offloaded is None:
+                run_piece(piece)
+                continue
             if piece.host and batch is not None:
                 offloaded.run_host(piece.host, batch, hidden_states)
             if piece.streamed is None:
                 run_piece(piece)
                 continue
-            offloaded.stream.acquire(piece.streamed)
+            offloaded.acquire(piece.streamed, batch)
             run_piece(piece)
-            offloaded.stream.release(piece.streamed)
+            offloaded.release(piece.streamed, batch)
 
 
 @dataclass
 class _Run:
-    host: list[int]
-    streamed: int | None
-    layers: list[Layer]
+    host: list[int] = field(default_factory=list)
+    streamed: int | None = None
+    layers: list[Layer] = field(default_factory=list)
 
 
-def _runs(layers: Sequence[AnyLayer], offloaded: OffloadedLayers | None) -> list[_Run]:
-    """The first run has no host layers: the embedding goes with it."""
-    runs = [_Run([], None, [])]
+def _pieces(layers: Sequence[AnyLayer], offloaded: OffloadedLayers | None, few: bool) -> tuple[Piece, ...]:
+    """The first piece has no host layers: the embedding goes with it."""
+    runs = [_Run()]
     for layer in layers:
         last = runs[-1]
         if isinstance(layer, Layer):
             last.layers.append(layer)
         elif offloaded is None:
             raise PipeLLMError(f"layer {layer.spec.index} is not on the GPU, and nothing streams it: a fault")
-        elif offloaded.places[layer.spec.index] == Place.HOST:
+        elif offloaded.decode_places(few)[layer.spec.index] == Place.HOST:
             if last.layers or len(runs) == 1:
-                runs.append(last := _Run([], None, []))
+                runs.append(last := _Run())
             last.host.append(layer.spec.index)
         else:
             if last.layers:
-                runs.append(last := _Run([], None, []))
+                runs.append(last := _Run())
             last.streamed = layer.spec.index
-            last.layers.append(offloaded.decode_view(layer))
-    return runs
+            last.layers.append(offloaded.decode_view(layer, few))
+    return tuple(
+        Piece(number, number == 0, number == len(runs) - 1, tuple(run.host), run.streamed, tuple(run.layers))
+        for number, run in enumerate(runs)
+    )

@@ -201,6 +201,8 @@ class WeightStream:
         if blob is None:
             return False
         slot, stream = self._raw[self._raw_turn], self._copy_stream
+        if not self._prefetch:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
         self._wait(stream, slot.free)
         self.hook("copy", stream, slot.memory)
         (code,) = self._driver.cuMemcpyHtoDAsync(

@@ -17,7 +17,7 @@ from common.gguf.reader import GGUFFile
 from stage.backends.base import DecodeRow, make_batch
 from stage.model.registry import build_spec
 from stage.model.spec import tensor_refs
-from stage.placement import Place
+from stage.placement import Place, keep_hosts
 from stage.sampler import SamplingOptions
 from stage.weights.loader import raw_tensors
 from tests.stage.backends.cuda.random_weights import random_raw
@@ -43,14 +43,20 @@ class Model:
     """A whole model with its layers in given places."""
 
     def __init__(
-        self, path: Path, places: tuple[Place, ...], pinned_bytes: int = 1 << 30, prefetch: bool = True
+        self,
+        path: Path,
+        places: tuple[Place, ...],
+        batch_places: tuple[Place, ...] | None = None,
+        pinned_bytes: int = 1 << 30,
+        prefetch: bool = True,
     ) -> None:
         from stage.backends.cuda.backend import CudaBackend
 
         self.file = GGUFFile.open(path)
         self.spec = spec = build_spec(self.file, 512)
         self.backend = backend = CudaBackend(torch.device("cuda", 0))
-        backend.offload(self.file, spec.layers, dict(enumerate(places)), pinned_bytes, 2, prefetch)
+        few, many = dict(enumerate(places)), dict(enumerate(batch_places or places))
+        backend.offload(self.file, spec.layers, few, many, pinned_bytes, 2, prefetch)
         self.kv = backend.allocate_kv(spec.layers, 32, BLOCK_SIZE)
         self.embedding = backend.prepare_embedding(spec.embedding, self._raw(spec.embedding))
         self.layers = [backend.prepare_layer(layer, self._raw(layer)) for layer in spec.layers]
@@ -62,8 +68,14 @@ class Model:
 
     def forward(self, start: int, ids: list[int]) -> torch.Tensor:
         """Logits f32 [rows, vocab], on the GPU."""
-        batch = make_batch([(start, len(ids), BLOCKS)], BLOCK_SIZE)
-        x = self.backend.embed(self.embedding, np.asarray(ids, np.int32))
+        return self.step([(start, ids, BLOCKS)])
+
+    def step(self, sequences: list[tuple[int, list[int], np.ndarray]]) -> torch.Tensor:
+        """(start position, tokens, block table) each."""
+        batch = make_batch([(start, len(ids), table) for start, ids, table in sequences], BLOCK_SIZE)
+        x = self.backend.embed(
+            self.embedding, np.concatenate([np.asarray(ids, np.int32) for _, ids, _ in sequences])
+        )
         for layer in self.layers:
             x = self.backend.run_layer(layer, self.kv, batch, x)
         return self.backend.logits(self.head, x)
@@ -157,6 +169,28 @@ def test_host_layers_agree_nearly(path: Path, load: Callable[..., Model], places
     for i in range(19):
         eager.append(int(got.forward(201 + i, [eager[-1]]).argmax()))
     assert first == eager
+
+
+def test_steps_of_one_and_of_many_rows_share_their_sequences(path: Path, load: Callable[..., Model]) -> None:
+    """The host computes some layers for one row and the GPU for three: each sees what the other wrote."""
+    places = (S, H, R, S, H, H, R, S, H)
+    want, got = load(path, (R,) * 9), load(path, places, batch_places=keep_hosts(places, 1))
+    tables = [np.arange(8 * i, 8 * i + 8, dtype=np.int32) for i in range(3)]
+    both: list[list[torch.Tensor]] = []
+    for model in (want, got):
+        logits = [model.step([(0, IDS[:40], tables[0]), (0, IDS[:30], tables[1]), (0, IDS[:21], tables[2])])]
+        lengths = [40, 30, 21]
+        for rows in ([0, 1, 2], [0], [0], [1], [0, 1, 2], [0, 1, 2], [2], [0, 1, 2]):
+            step = [(lengths[i], IDS[lengths[i] : lengths[i] + 1], tables[i]) for i in rows]
+            logits.append(model.step(step))
+            for i in rows:
+                lengths[i] += 1
+        step = [(length, IDS[length : length + 20], tables[i]) for i, length in enumerate(lengths)]
+        logits.append(model.step(step))
+        both.append(logits)
+    for a, b in zip(*both, strict=True):
+        p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+        assert float((p.exp() * (p - q)).sum(-1).mean()) < 1e-4
 
 
 # --- races --------------------------------------------------------------------------------------------------
