@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -50,12 +51,14 @@ class Mesh:
         try:
             self._start(Path(self._folder.name))
         except BaseException as error:
-            logs = "\n".join(f"{child.name}:\n{child.last_lines()}" for child in self._children)
-            self.__exit__()
-            raise RuntimeError(f"the mesh did not start: {error}\n{logs}") from error
+            self.__exit__(type(error), error)
+            raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if error is not None:  # the logs go with the folder
+            for child in self._children:
+                print(f"{child.name}:\n{child.last_lines()}", file=sys.stderr)
         self.client.close()
         stop_all(self._children, 5.0)
         self._folder.cleanup()

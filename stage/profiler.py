@@ -1,7 +1,7 @@
 """Measures what a model costs on this stage's device, for the coordinator's plan.
 
-One layer stands for all: it is loaded, timed and dropped. What is too large to load for a measurement (the
-head) is estimated at the rate at which that layer's weights went by.
+One layer stands for all: it is loaded, timed and dropped. The head is timed on a GPU, where it loads fast; on
+a host, and where it does not fit, it is estimated at the rate at which that layer's weights went by.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.Prof
         context_length=spec.context_length,
         layer_decode_s=decode_s,
         embedding_s=embedding_bytes / spec.vocab_size * s_per_byte,
-        head_s=head_bytes * s_per_byte,
+        head_s=_time_head(backend, file, spec, budget_bytes, head_bytes) or head_bytes * s_per_byte,
         layer_weight_bytes=[_stored_bytes(backend, file, layer) for layer in spec.layers],
         layer_kv_bytes_per_token=[backend.kv_bytes_per_token(layer) for layer in spec.layers],
         embedding_bytes=embedding_bytes,
@@ -78,6 +78,18 @@ def _time_layer(backend: Backend, file: GGUFFile, spec: ModelSpec, layer: LayerS
         return time.perf_counter() - started
 
     return _median(seconds)
+
+
+def _time_head(
+    backend: Backend, file: GGUFFile, spec: ModelSpec, budget_bytes: int, head_bytes: int
+) -> float | None:
+    """On a GPU: seconds of one row through the head. None where it is to be estimated."""
+    if backend.name != "cuda" or 2 * head_bytes > budget_bytes:
+        return None
+    from stage.backends.cuda import rates
+
+    head = backend.prepare_head(spec.head, raw_tensors(file, tensor_refs(spec.head)))
+    return rates.head_s(backend, head)  # type: ignore[arg-type]
 
 
 def _median(run: Callable[[], float]) -> float:

@@ -13,11 +13,11 @@ from stage.backends.cuda.backend import CudaBackend
 from stage.backends.cuda.forward import Rows
 from stage.backends.cuda.kv_cache import CudaKvCache
 from stage.backends.cuda.launch import Kernels
-from stage.backends.cuda.weights import Layer
+from stage.backends.cuda.weights import Head, Layer
 
 _READ_BYTES = 4 << 30
 _EVICT_BYTES = 128 << 20  # more than the caches hold
-_LAYER_REPEATS, _LAYER_S = 8, 0.4
+_REPEATS, _SECONDS = 8, 0.3
 
 
 class _ReadArgs(ctypes.Structure):
@@ -45,32 +45,42 @@ def read_bytes_per_s(kernels: Kernels) -> float:
 
 @torch.inference_mode()
 def layer_s(backend: CudaBackend, layer: Layer, kv: CudaKvCache, batch: Batch) -> float:
-    """Seconds of a decode step through one layer whose weights come from memory, as a graph runs it.
-
-    An average over many steps: where another process computes on the same GPU in turns, that counts.
-    """
-    kernels, rows = backend.kernels, Rows.of(batch, backend.device)
+    """Seconds of a decode step through one layer, as a graph runs it."""
+    rows = Rows.of(batch, backend.device)
     hidden_states = torch.randn((batch.num_rows, layer.norm.weight.numel()), device=backend.device)
-    evicted = torch.zeros(_EVICT_BYTES, dtype=torch.uint8, device=backend.device)
-    out = torch.zeros(1, dtype=torch.int32, device=backend.device)
+    return _from_memory_s(backend.kernels, lambda: backend.forward.layer(layer, kv, rows, hidden_states))
+
+
+@torch.inference_mode()
+def head_s(backend: CudaBackend, head: Head) -> float:
+    """Seconds of the head for one row, likewise."""
+    hidden_states = torch.randn((1, head.norm.weight.numel()), device=backend.device)
+    return _from_memory_s(backend.kernels, lambda: backend.forward.logits(head, hidden_states))
+
+
+def _from_memory_s(kernels: Kernels, run: Callable[[], object]) -> float:
+    """Seconds of `run` in a graph, its weights out of the caches. An average over many runs: where another
+    process computes on the same GPU in turns, that counts."""
+    evicted = torch.zeros(_EVICT_BYTES, dtype=torch.uint8, device=kernels.device)
+    out = torch.zeros(1, dtype=torch.int32, device=kernels.device)
     args = _ReadArgs(evicted.data_ptr(), out.data_ptr(), _EVICT_BYTES // 16)
 
-    def steps(num_layers: int) -> None:
-        for _ in range(_LAYER_REPEATS):
+    def steps(times: int) -> None:
+        for _ in range(_REPEATS):
             kernels.launch("read.cu", "read_memory", (4 * kernels.num_multiprocessors, 1, 1), 512, args)
-            for _ in range(num_layers):
-                backend.forward.layer(layer, kv, rows, hidden_states)
+            for _ in range(times):
+                run()
 
     steps(1)
-    torch.cuda.synchronize(backend.device)
+    torch.cuda.synchronize(kernels.device)
     graphs = [capture(lambda n=n: steps(n)) for n in (0, 1)]  # type: ignore[misc]
     sums = [0.0, 0.0]
-    runs, started = 0, time.perf_counter()
-    while runs < 5 or time.perf_counter() - started < _LAYER_S:
+    count, started = 0, time.perf_counter()
+    while count < 5 or time.perf_counter() - started < _SECONDS:
         for index, graph in enumerate(graphs):
             sums[index] += events_s(graph.replay)
-        runs += 1
-    return max(sums[1] - sums[0], 0.0) / (runs * _LAYER_REPEATS)
+        count += 1
+    return max(sums[1] - sums[0], 0.0) / (count * _REPEATS)
 
 
 def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
