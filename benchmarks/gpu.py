@@ -147,15 +147,15 @@ def measure(path: Path, args: argparse.Namespace) -> Rates:
         best = min(engine.generate(engine.decoder, batch, BATCH_DEPTH, BATCH_STEPS) for _ in range(2))
         rates[f"{batch} x tg{BATCH_STEPS}"] = batch * BATCH_STEPS / best
     rates["eager tg16"] = 16 / engine.generate(engine.eager, 1, 0, 16)
+    rates["GB beyond weights and KV"] = (
+        torch.cuda.max_memory_allocated() - engine.model.weight_bytes - engine.model.kv.nbytes
+    ) / 1e9
     rates["read GB/s"] = read_bytes_per_s(engine.backend.kernels) / 1e9
     first = f"tg{steps} @ {depths[0]}" if depths[0] else f"tg{steps}"
     rates["share of read rate"] = (
         sum(engine.model.part_bytes(1, depths[0])) * rates[first] / rates["read GB/s"] / 1e9
     )
     rates["load s"] = engine.load_s
-    rates["GB beyond weights and KV"] = (
-        torch.cuda.max_memory_allocated() - engine.model.weight_bytes - engine.model.kv.nbytes
-    ) / 1e9
     engine.close()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-_WIDTH, _LABEL_WIDTH, _NOTE_WIDTH = 960, 330, 190
+_WIDTH, _LABEL_WIDTH, _NOTE_WIDTH = 1080, 390, 250
 _ROW, _BAR, _HEADING = 20, 14, 30
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#64748b")
 
