@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from common import log, rpc
 from common.errors import ConfigError
 from common.settings import check_ranges
+from stage.placement import MemorySettings
 
 BACKENDS = ("auto", "reference", "cpu", "cuda")
 CARRIERS = ("auto", "shm", "grpc")
@@ -31,6 +32,18 @@ class StageConfig:
     device: str = field(default="auto", metadata={"help": "cpu, cuda:N, or auto"})
     threads: int = field(default=0, metadata={"help": "computing threads on a CPU; 0: all cores"})
     memory: int = field(default=0, metadata={"help": "bytes for weights and KV cache; 0: what is free"})
+    gpu_memory: str = field(
+        default="auto", metadata={"help": "of the GPU, all in all: auto, bytes (12GB) or a fraction (0.5)"}
+    )
+    host_memory: str = field(
+        default="auto", metadata={"help": "GPU stage: host memory for layers that do not fit on the GPU"}
+    )
+    pinned_memory: str = field(
+        default="auto", metadata={"help": "of host_memory, pinned; what is beyond it is read from the file"}
+    )
+    placement: str = field(
+        default="auto", metadata={"help": "GPU stage: auto, or where layers lie: 16:24=streamed,24:32=host"}
+    )
     accuracy: str = field(
         default="fast", metadata={"help": "CPU: fast (8-bit activations in prefill) or exact (16-bit)"}
     )
@@ -56,9 +69,14 @@ class StageConfig:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
         check_ranges(self, _RANGES)
+        self.memory_settings.check()
         if not self.stage_id:
             raise ConfigError("stage_id is empty; leave it out for a name made of host and device")
         return self
+
+    @property
+    def memory_settings(self) -> MemorySettings:
+        return MemorySettings(self.gpu_memory, self.host_memory, self.pinned_memory, self.placement)
 
     def named(self, device: str, address: str) -> StageConfig:
         """The same with a stage_id: host and GPU, or host and where a CPU stage listens."""

@@ -27,6 +27,27 @@ class Place(Enum):
 
 
 @dataclass(frozen=True)
+class MemorySettings:
+    """What a GPU stage was told of the memory it may use; each "auto", or as `parse_amount` and
+    `parse_places` read it."""
+
+    gpu_memory: str = "auto"  # of the GPU, everything included
+    host_memory: str = "auto"  # of the host, for layers that are not resident
+    pinned_memory: str = "auto"  # of that, pinned
+    placement: str = "auto"
+
+    def check(self) -> None:
+        """Raises ConfigError naming the setting that cannot be read."""
+        for name in ("gpu_memory", "host_memory", "pinned_memory"):
+            try:
+                parse_amount(getattr(self, name), 0)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
+        if self.placement != "auto":
+            parse_places(self.placement)
+
+
+@dataclass(frozen=True)
 class LayerSize:
     packed_bytes: int  # in GPU memory
     raw_bytes: int  # in the file: what crosses the link, or what the host reads
@@ -187,27 +208,26 @@ def pinned_layers(
     return tuple(chosen), used
 
 
-def parse_places(text: str, num_layers: int) -> tuple[Place, ...]:
-    """ "0:16=resident,16:24=streamed,24=host": half-open ranges or single layers; what is not named is
-    resident. Raises ConfigError naming the part that is wrong."""
-    places = [Place.RESIDENT] * num_layers
-    named: set[int] = set()
+def parse_places(text: str) -> dict[int, Place]:
+    """ "16:24=streamed,24:32=host,5=host": half-open ranges of layers, or single ones, by their number in the
+    model. What is not named is resident. Raises ConfigError naming the part that is wrong."""
+    known = {place.value: place for place in Place}
+    places: dict[int, Place] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,9}))?\s*=\s*(\w+)\s*", part)
-        known = {place.value: place for place in Place}
+        match = re.fullmatch(r"\s*(\d{1,5})(?::(\d{1,5}))?\s*=\s*(\w+)\s*", part)
         if match is None or match[3] not in known:
             raise ConfigError(
                 f"placement: {part.strip()!r} is not of the form 0:16=resident or 5=host ({', '.join(known)})"
             )
         start = int(match[1])
         end = int(match[2]) if match[2] else start + 1
-        if not start < end <= num_layers:
-            raise ConfigError(f"placement: {part.strip()!r}: this stage's layers are 0 to {num_layers}")
-        if twice := named & set(range(start, end)):
-            raise ConfigError(f"placement: layer {min(twice)} is named twice")
-        named.update(range(start, end))
-        places[start:end] = [known[match[3]]] * (end - start)
-    return tuple(places)
+        if end <= start:
+            raise ConfigError(f"placement: {part.strip()!r} names no layer")
+        for layer in range(start, end):
+            if layer in places:
+                raise ConfigError(f"placement: layer {layer} is named twice")
+            places[layer] = known[match[3]]
+    return places
 
 
 def parse_amount(text: str, total_bytes: int) -> int | None:

@@ -100,9 +100,13 @@ class Runner:
             specs.insert(0, spec.embedding)
         if head:
             specs.append(spec.head)
+        if num_kv_blocks < 1 or kv_block_size < 1:
+            raise InvalidRequestError(f"a KV cache of {num_kv_blocks} blocks of {kv_block_size} tokens")
         parts = [_part(backend, file, part) for part in specs]
         weight_bytes = sum(part.stored_bytes for part in parts)
-        _check_fit(backend, weight_bytes, layers, num_kv_blocks, kv_block_size)
+        other_bytes = sum(part.stored_bytes for part in parts if not isinstance(part.spec, LayerSpec))
+        if not backend.place(file, layers, other_bytes, num_kv_blocks * kv_block_size):
+            _check_fit(backend, weight_bytes, layers, num_kv_blocks, kv_block_size)
         kv = backend.allocate_kv(layers, num_kv_blocks, kv_block_size)
         prepared = []
         bytes_done = 0
@@ -194,8 +198,6 @@ def _check_range(spec: ModelSpec, layer_start: int, layer_end: int, embedding: b
 def _check_fit(
     backend: Backend, weight_bytes: int, layers: Sequence[LayerSpec], num_kv_blocks: int, kv_block_size: int
 ) -> None:
-    if num_kv_blocks < 1 or kv_block_size < 1:
-        raise InvalidRequestError(f"a KV cache of {num_kv_blocks} blocks of {kv_block_size} tokens")
     per_token = sum(backend.kv_bytes_per_token(layer) for layer in layers)
     kv_bytes = num_kv_blocks * kv_block_size * per_token
     budget = backend.memory_budget_bytes()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from common.gguf.reader import GGUFFile
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, SpecPart, TensorRef
 from stage.sampler import Drawn, SamplingOptions, sample
 from stage.weights.quants import RawTensor
@@ -136,6 +137,11 @@ class Backend(Protocol):
 
     def memory_budget_bytes(self) -> int:
         """What weights and KV cache may take on this device now, a reserve left out."""
+
+    def place(self, file: GGUFFile, layers: Sequence[LayerSpec], other_bytes: int, kv_tokens: int) -> bool:
+        """Told what is to be prepared: layers, and so many bytes of other parts and tokens of KV cache beside
+        them. True: it was decided where the layers will lie, and they fit; False: all of them in the device's
+        memory, should they fit. Raises OutOfCapacityError."""
 
     def prepare_embedding(self, spec: EmbeddingSpec, raw: RawTensors) -> Any: ...
 

@@ -72,7 +72,7 @@ def _best_backend(device: torch.device) -> str:
 def _cuda(device: torch.device, config: StageConfig) -> Backend:
     from stage.backends.cuda.backend import CudaBackend
 
-    return CudaBackend(device, config.graphs)
+    return CudaBackend(device, config.graphs, config.memory_settings)
 
 
 def _cpu(config: StageConfig) -> Backend:

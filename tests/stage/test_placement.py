@@ -12,6 +12,7 @@ from common.errors import ConfigError, OutOfCapacityError
 from stage.placement import (
     Budgets,
     LayerSize,
+    MemorySettings,
     Place,
     Rates,
     arrange,
@@ -167,11 +168,15 @@ def test_what_fits_nowhere_is_refused_with_what_would_be_enough() -> None:
 
 
 def test_explicit_placements_are_parsed_and_checked() -> None:
-    r, s, h = Place.RESIDENT, Place.STREAMED, Place.HOST
-    assert parse_places("2:4=streamed, 5=host", 6) == (r, r, s, s, r, h)
-    for wrong in ("", "7=host", "2:2=host", "1=disk", "0:3=host,2=streamed", "a=host", "1-2=host"):
+    assert parse_places("2:4=streamed, 5=host,0=resident") == {
+        2: Place.STREAMED, 3: Place.STREAMED, 5: Place.HOST, 0: Place.RESIDENT,
+    }  # fmt: skip
+    for wrong in ("", "2:2=host", "1=disk", "0:3=host,2=streamed", "a=host", "1-2=host"):
         with pytest.raises(ConfigError, match="placement"):
-            parse_places(wrong, 6)
+            parse_places(wrong)
+    MemorySettings("12GB", "0.5", "8GiB", "0:4=host").check()
+    with pytest.raises(ConfigError, match="pinned_memory"):
+        MemorySettings(pinned_memory="lots").check()
 
 
 def test_amounts_are_bytes_or_fractions() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError, InvalidRequestError, OutOfCapacityError, UnsupportedModelError
+from common.gguf.reader import GGUFFile
 from stage.backends.base import Batch, HostSampling, RawTensors
 from stage.backends.cpu import abi
 from stage.backends.cpu.cores import usable_cores
@@ -111,6 +112,9 @@ class CpuBackend(HostSampling):
 
     def memory_budget_bytes(self) -> int:
         return self._memory_bytes or host_memory_budget_bytes()
+
+    def place(self, file: GGUFFile, layers: Sequence[LayerSpec], other_bytes: int, kv_tokens: int) -> bool:
+        return False
 
     def prepare_embedding(self, spec: EmbeddingSpec, raw: RawTensors) -> Embedding:
         self._check_types(raw.values())

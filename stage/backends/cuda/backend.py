@@ -15,7 +15,7 @@ from common.errors import PipeLLMError, UnsupportedModelError
 from common.gguf.reader import GGUFFile
 from common.log import get_logger
 from stage.backends.base import Batch, RawTensors, make_batch
-from stage.backends.cuda import kv_cache
+from stage.backends.cuda import kv_cache, placing
 from stage.backends.cuda.decode import CudaDecoder, RangeGraphs
 from stage.backends.cuda.forward import Forward, Rows, context_bucket
 from stage.backends.cuda.kv_cache import HEAD_STRIDES, CudaKvCache
@@ -26,7 +26,7 @@ from stage.backends.cuda.repack import packed_bytes
 from stage.backends.cuda.sampling import MAX_ROWS, RowSampler
 from stage.backends.cuda.weights import Embedding, Head, Layer, WeightLoader
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, ModelSpec, MoeFfnSpec, SpecPart
-from stage.placement import Place
+from stage.placement import MemorySettings, Place, parse_amount
 from stage.sampler import Drawn, SamplingOptions
 from stage.weights.quants import RawTensor
 
@@ -40,7 +40,9 @@ _MAX_GROUP, _MAX_EXPERTS, _MAX_EXPERTS_USED = 16, 512, 64
 class CudaBackend:
     name = "cuda"
 
-    def __init__(self, device: torch.device, graphs: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, graphs: bool = True, memory: MemorySettings | None = None
+    ) -> None:
         if not torch.cuda.is_available():
             raise PipeLLMError(
                 "no usable NVIDIA GPU: torch finds no CUDA device (driver, or a build without CUDA)"
@@ -53,6 +55,7 @@ class CudaBackend:
         self._weights: WeightLoader | None = WeightLoader(self.device)
         self._last: tuple[Batch, Rows] | None = None  # every layer of a step is run with the same batch
         self._use_graphs = graphs
+        self.memory = memory or MemorySettings()
         self.offloaded: OffloadedLayers | None = None
         self._sampler: RowSampler | None = None
 
@@ -97,8 +100,20 @@ class CudaBackend:
         return kv_cache.kv_bytes_per_token(layer)
 
     def memory_budget_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return max(0, free - RESERVE_BYTES)
+        free, total = torch.cuda.mem_get_info(self.device)
+        stated = parse_amount(self.memory.gpu_memory, total)
+        return max(0, (free if stated is None else min(free, stated)) - RESERVE_BYTES)
+
+    def place(self, file: GGUFFile, layers: Sequence[LayerSpec], other_bytes: int, kv_tokens: int) -> bool:
+        placement = placing.place(self, placing.Request(file, layers, other_bytes, kv_tokens), self.memory)
+        if placement is None:
+            return False
+        few, many = (
+            {layer.index: place for layer, place in zip(layers, places, strict=True)}
+            for places in (placement.places, placement.batch_places)
+        )
+        self.offload(file, layers, few, many, placement.pinned_bytes)
+        return True
 
     def offload(
         self,

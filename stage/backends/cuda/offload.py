@@ -75,10 +75,10 @@ class OffloadedLayers:
         offloaded = [spec for spec in specs if places[spec.index] != Place.RESIDENT]
         raws = {spec.index: raw_tensors(file, tensor_refs(spec)) for spec in offloaded}
         for spec in offloaded:
-            for ref in _matrix_refs(spec):
+            for ref in matrix_refs(spec):
                 tile_map(raws[spec.index][ref].ggml_type)
         self._layouts = {
-            spec.index: BlobLayout.of(file, raws[spec.index], _matrix_refs(spec)) for spec in offloaded
+            spec.index: BlobLayout.of(file, raws[spec.index], matrix_refs(spec)) for spec in offloaded
         }
         indices = list(self._layouts)
         chosen, _ = pinned_layers(
@@ -288,7 +288,7 @@ class _NotingLoader(WeightLoader):
         return packed
 
 
-def _matrix_refs(spec: LayerSpec) -> Iterator[TensorRef]:
+def matrix_refs(spec: LayerSpec) -> Iterator[TensorRef]:
     attention, ffn = spec.attention, spec.ffn
     for linear in (attention.q, attention.k, attention.v, attention.output, ffn.gate, ffn.up, ffn.down):
         yield linear.weight
@@ -297,7 +297,7 @@ def _matrix_refs(spec: LayerSpec) -> Iterator[TensorRef]:
 def _slot_bytes(spec: LayerSpec, raw: RawTensors) -> int:
     """At least what the layer's tiles take: parts that share a matrix share its padding."""
     total = 0
-    for ref in _matrix_refs(spec):
+    for ref in matrix_refs(spec):
         tensor = raw[ref]
         stacked = int(np.prod(tensor.shape[:-2], dtype=np.int64))
         total += stacked * packed_bytes(tensor.ggml_type, tensor.shape[-2], tensor.shape[-1]) + _ALIGNMENT

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from common.errors import InvalidRequestError
+from common.gguf.reader import GGUFFile
 from stage.backends.base import Batch, HostSampling, RawTensors
 from stage.backends.host_memory import host_memory_budget_bytes
 from stage.backends.reference.attention import Attention
@@ -76,6 +77,9 @@ class ReferenceBackend(HostSampling):
 
     def memory_budget_bytes(self) -> int:
         return self._memory_bytes or host_memory_budget_bytes()
+
+    def place(self, file: GGUFFile, layers: Sequence[LayerSpec], other_bytes: int, kv_tokens: int) -> bool:
+        return False
 
     def prepare_embedding(self, spec: EmbeddingSpec, raw: RawTensors) -> Embedding:
         return Embedding(raw[spec.weight], spec.scale)
