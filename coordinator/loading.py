@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
-from common.errors import UnavailableError
+from common.errors import OutOfCapacityError, UnavailableError
 from coordinator.catalog import CatalogEntry
 from coordinator.config import CoordinatorConfig
 from coordinator.layer_split import StageCosts
 from coordinator.membership import Member, StageError, calling
-from coordinator.planner import ModelCosts, Plan, PlanSettings, plan
+from coordinator.planner import AUTO_CONTEXT_FLOORS, ModelCosts, Plan, PlanSettings, plan
 from protos import coordinator_pb2, stage_pb2
 
 _MEASURE_TIMEOUT_S = 120.0
@@ -52,7 +53,8 @@ def make_plan(
     context_length: int,
     config: CoordinatorConfig,
 ) -> Plan:
-    """The plan for what was measured. Raises OutOfCapacityError."""
+    """The plan for what was measured; where the model does not fit as it is meant to, one in which stages
+    stream layers, with a KV cache for one sequence. Raises OutOfCapacityError."""
     costs = [
         StageCosts(
             stage_id=member.stage_id,
@@ -71,7 +73,18 @@ def make_plan(
         for member, profile in zip(members, profiles, strict=True)
     ]
     model = ModelCosts(num_layers=profiles[0].num_layers, context_length=profiles[0].context_length)
-    return plan(model, costs, PlanSettings(context_length, config.kv_block_size, config.max_sequences))
+    settings = PlanSettings(context_length, config.kv_block_size, config.max_sequences)
+    try:
+        return plan(model, costs, settings)
+    except OutOfCapacityError:
+        budgets = [max(one.offload_budget_bytes, one.memory_budget_bytes) for one in profiles]
+        larger = [
+            replace(one, memory_budget_bytes=budget) for one, budget in zip(costs, budgets, strict=True)
+        ]
+        if larger == costs:
+            raise
+        context = context_length or AUTO_CONTEXT_FLOORS[0]
+        return plan(model, larger, PlanSettings(context, config.kv_block_size, max_sequences=1))
 
 
 async def load(

@@ -62,7 +62,7 @@ class ProfileRequest(_message.Message):
     def __init__(self, model_path: _Optional[str] = ..., fingerprint: _Optional[str] = ..., context_length: _Optional[int] = ..., model_file: _Optional[str] = ...) -> None: ...
 
 class ProfileResponse(_message.Message):
-    __slots__ = ("fingerprint", "num_layers", "context_length", "layer_decode_s", "embedding_s", "head_s", "layer_weight_bytes", "layer_kv_bytes_per_token", "embedding_bytes", "head_bytes", "memory_budget_bytes", "kv_block_size")
+    __slots__ = ("fingerprint", "num_layers", "context_length", "layer_decode_s", "embedding_s", "head_s", "layer_weight_bytes", "layer_kv_bytes_per_token", "embedding_bytes", "head_bytes", "memory_budget_bytes", "kv_block_size", "offload_budget_bytes")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class ProfileResponse(_message.Message):
     HEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    OFFLOAD_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     num_layers: int
     context_length: int
@@ -87,7 +88,8 @@ class ProfileResponse(_message.Message):
     head_bytes: int
     memory_budget_bytes: int
     kv_block_size: int
-    def __init__(self, fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., context_length: _Optional[int] = ..., layer_decode_s: _Optional[float] = ..., embedding_s: _Optional[float] = ..., head_s: _Optional[float] = ..., layer_weight_bytes: _Optional[_Iterable[int]] = ..., layer_kv_bytes_per_token: _Optional[_Iterable[int]] = ..., embedding_bytes: _Optional[int] = ..., head_bytes: _Optional[int] = ..., memory_budget_bytes: _Optional[int] = ..., kv_block_size: _Optional[int] = ...) -> None: ...
+    offload_budget_bytes: int
+    def __init__(self, fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., context_length: _Optional[int] = ..., layer_decode_s: _Optional[float] = ..., embedding_s: _Optional[float] = ..., head_s: _Optional[float] = ..., layer_weight_bytes: _Optional[_Iterable[int]] = ..., layer_kv_bytes_per_token: _Optional[_Iterable[int]] = ..., embedding_bytes: _Optional[int] = ..., head_bytes: _Optional[int] = ..., memory_budget_bytes: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., offload_budget_bytes: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("epoch", "model_path", "fingerprint", "layer_start", "layer_end", "embedding", "head", "num_kv_blocks", "kv_block_size", "context_length", "max_step_tokens", "model_file", "window", "round", "shard_index", "shard_count")

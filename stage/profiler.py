@@ -30,6 +30,7 @@ _EVICT_BYTES = 128 << 20
 def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.ProfileResponse:
     """Times one middle layer on `backend` and counts bytes as the backend would store them."""
     budget_bytes = backend.memory_budget_bytes()  # before torch keeps memory of the measurement's own
+    offload_bytes = backend.offload_budget_bytes()
     layer = spec.layers[len(spec.layers) // 2]
     decode_s = _time_layer(backend, file, spec, layer)
     active_bytes = _stored_bytes(backend, file, layer) * active_share(file, layer)
@@ -48,6 +49,7 @@ def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.Prof
         embedding_bytes=embedding_bytes,
         head_bytes=head_bytes,
         memory_budget_bytes=budget_bytes,
+        offload_budget_bytes=offload_bytes,
     )
 
 

@@ -138,6 +138,9 @@ class Backend(Protocol):
     def memory_budget_bytes(self) -> int:
         """What weights and KV cache may take on this device now, a reserve left out."""
 
+    def offload_budget_bytes(self) -> int:
+        """The same where layers that do not fit are streamed, or computed elsewhere; 0: they cannot be."""
+
     def place(self, file: GGUFFile, layers: Sequence[LayerSpec], other_bytes: int, kv_tokens: int) -> bool:
         """Told what is to be prepared: layers, and so many bytes of other parts and tokens of KV cache beside
         them. True: it was decided where the layers will lie, and they fit; False: all of them in the device's

@@ -104,6 +104,9 @@ class CudaBackend:
         stated = parse_amount(self.memory.gpu_memory, total)
         return max(0, (free if stated is None else min(free, stated)) - RESERVE_BYTES)
 
+    def offload_budget_bytes(self) -> int:
+        return self.memory_budget_bytes() + placing.host_budget_bytes(self.memory)
+
     def place(self, file: GGUFFile, layers: Sequence[LayerSpec], other_bytes: int, kv_tokens: int) -> bool:
         placement = placing.place(self, placing.Request(file, layers, other_bytes, kv_tokens), self.memory)
         if placement is None:

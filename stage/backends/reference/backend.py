@@ -78,6 +78,9 @@ class ReferenceBackend(HostSampling):
     def memory_budget_bytes(self) -> int:
         return self._memory_bytes or host_memory_budget_bytes()
 
+    def offload_budget_bytes(self) -> int:
+        return 0
+
     def place(self, file: GGUFFile, layers: Sequence[LayerSpec], other_bytes: int, kv_tokens: int) -> bool:
         return False
 
