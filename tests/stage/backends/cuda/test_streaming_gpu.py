@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as GGMLType
 
 from benchmarks.synth_model import Shape, write
+from common.errors import CorruptDataError
 from common.gguf.reader import GGUFFile
 from stage.backends.base import DecodeRow, make_batch
 from stage.model.registry import build_spec
@@ -241,7 +242,10 @@ def test_without_any_one_event_the_race_is_seen(
                 torch.cuda._sleep(3_000_000)
 
     stream.hook = hook
-    got = results(model)
+    try:
+        got = results(model)
+    except CorruptDataError:
+        return  # what was drawn from are no numbers: seen
     assert not all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(want, got, strict=True))
 
 
