@@ -12,9 +12,14 @@ import numpy as np
 _PAGE = mmap.PAGESIZE
 
 
-def read_ahead(data: np.ndarray) -> None:
-    """Starts reading the pages of a contiguous view of a mapping; returns at once."""
-    _advise(data, mmap.MADV_WILLNEED, outwards=True)
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+
+
+def populate(data: np.ndarray) -> None:
+    """Reads the pages of a contiguous view of a mapping and maps them. Where the kernel cannot do that at
+    once, reading has only begun on return."""
+    if not _advise(data, _POPULATE_READ, outwards=True):
+        _advise(data, mmap.MADV_WILLNEED, outwards=True)
 
 
 def let_go(data: np.ndarray) -> None:
@@ -23,15 +28,17 @@ def let_go(data: np.ndarray) -> None:
     _advise(data, mmap.MADV_DONTNEED, outwards=False)
 
 
-def _advise(data: np.ndarray, advice: int, outwards: bool) -> None:
-    """Without effect where the kernel does not take the advice: it is only about speed and memory."""
+def _advise(data: np.ndarray, advice: int, outwards: bool) -> bool:
+    """Whether the kernel took the advice; it is only about speed and memory."""
     start, end = data.ctypes.data, data.ctypes.data + data.nbytes
     if outwards:
         start, end = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
     else:
         start, end = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
-    if end > start and os.name == "posix":
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice))
+    if end <= start or os.name != "posix":
+        return False
+    status = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice))
+    return bool(status == 0)
 
 
 @cache

@@ -16,6 +16,8 @@ import torch
 
 from common.errors import ConfigError, InvalidRequestError, OutOfCapacityError, UnsupportedModelError
 from common.gguf.reader import GGUFFile
+from common.log import get_logger
+from common.sizes import gib
 from stage.backends.base import Batch, HostSampling, RawTensors
 from stage.backends.cpu import abi
 from stage.backends.cpu.cores import usable_cores
@@ -30,11 +32,13 @@ from stage.backends.cpu.plan import (
     check_layer,
     embedding_matrix,
 )
+from stage.backends.cpu.windows import LayerWindows, layer_bytes, least_bytes
 from stage.backends.host_memory import host_memory_budget_bytes
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, SpecPart
 from stage.weights.quants import RawTensor
 
 ACCURACIES = ("fast", "exact")
+_FROM_FILE_BYTES = 1 << 50  # the file is the limit
 # Forces a kernel variant (one of `variants()`), to test the lower ones on a CPU that has a higher one.
 VARIANT_VARIABLE = "PIPELLM_CPU_VARIANT"
 
@@ -98,6 +102,7 @@ class CpuBackend(HostSampling):
         # torch's own pool would spin against ours after every operation of the sampler's.
         torch.set_num_threads(1)
         self._batch: _NativeBatch | None = None
+        self._windows: LayerWindows | None = None  # where not all layers fit into memory
 
     def check(self, spec: ModelSpec) -> None:
         for layer in spec.layers:
@@ -114,10 +119,28 @@ class CpuBackend(HostSampling):
         return self._memory_bytes or host_memory_budget_bytes()
 
     def offload_budget_bytes(self) -> int:
-        return 0
+        return _FROM_FILE_BYTES
 
     def place(self, file: GGUFFile, layers: Sequence[LayerSpec], other_bytes: int, kv_tokens: int) -> bool:
-        return False
+        """Layers that do not fit into memory are computed from the file, some at a time."""
+        sizes = [layer_bytes(file, layer) for layer in layers]
+        kv_bytes = kv_tokens * sum(self.kv_bytes_per_token(layer) for layer in layers)
+        room = self.memory_budget_bytes() - other_bytes - kv_bytes
+        if sum(sizes) <= room:
+            return False
+        if room < least_bytes(sizes):
+            raise OutOfCapacityError(
+                f"{gib(other_bytes)} of weights outside the layers, {gib(kv_bytes)} of KV cache and "
+                f"{gib(least_bytes(sizes))} for layers on their way do not fit into "
+                f"{gib(self.memory_budget_bytes())} of memory: lower the context length, or give this stage "
+                "more memory"
+            )
+        self._windows = LayerWindows(file, layers, room)
+        get_logger().warning(
+            "layers_from_file", layers=len(self._windows.windowed), of=len(layers),
+            reason="they do not fit into memory: each is read again for every step",
+        )  # fmt: skip
+        return True
 
     def prepare_embedding(self, spec: EmbeddingSpec, raw: RawTensors) -> Embedding:
         self._check_types(raw.values())
@@ -158,6 +181,8 @@ class CpuBackend(HostSampling):
         if native is None or native.batch is not batch:
             native = self._batch = _NativeBatch(self._library, batch)
         hidden_states = hidden_states.contiguous()
+        if self._windows is not None:
+            self._windows.entering(layer.index)
         status = self._library.pipellm_run_layer(
             self._engine,
             layer.plan.address,
@@ -165,6 +190,8 @@ class CpuBackend(HostSampling):
             native.address(layer.rope),
             hidden_states.data_ptr(),
         )
+        if self._windows is not None:
+            self._windows.leaving(layer.index)
         if status:
             raise OutOfCapacityError(
                 f"no memory for the activations of {batch.num_rows} rows: smaller chunks"
@@ -194,6 +221,9 @@ class CpuBackend(HostSampling):
             self._library.pipellm_destroy(self._engine)
             self._engine = None
             self._batch = None
+        if self._windows is not None:
+            self._windows.close()
+            self._windows = None
 
     def _check_types(self, tensors: Iterable[RawTensor]) -> None:
         for tensor in tensors:
