@@ -32,7 +32,6 @@ bool float_type(int32_t type) { return type == kTypeF32 || type == kTypeF16 || t
 
 Form form_for(const Engine& engine, const Matrix& matrix, int32_t n) {
   if (float_type(matrix.type)) return FORM_F32;
-  if (n == 1 && engine.kernels->high_low(matrix.type)) return FORM_HIGH_LOW;
   if (n >= kPanelMinRows && !engine.exact && engine.kernels->fast_i8(matrix.type)) return FORM_I8;
   return FORM_I16;
 }
@@ -45,7 +44,7 @@ void multiply(const Engine& engine, const Matrix& matrix, int64_t expert, int32_
   if (form == FORM_I8 || (form == FORM_F32 && n >= kPanelMinRows))
     engine.kernels->matmul(&weights, &x, index, n, out, out_stride, scratch);
   else
-    engine.kernels->matvec(&weights, form, &x, index, n, out, out_stride);
+    engine.kernels->matvec(&weights, &x, index, n, out, out_stride);
   if (matrix.bias)
     for (int32_t i = 0; i < n; i++)
       engine.kernels->add(out + i * out_stride + start, matrix.bias + start, end - start);
@@ -60,8 +59,7 @@ int64_t padded(int64_t width) { return (width + 255) / 256 * 256; }
 size_t activations_bytes(int64_t rows, int64_t width) {
   size_t elements = static_cast<size_t>(rows * padded(width));
   size_t scales = Arena::rounded(elements / 32 * 4) * 2 + Arena::rounded(elements / 16 * 4);
-  return Arena::rounded(elements * 4) + Arena::rounded(elements * 2) + Arena::rounded(elements) + 2 * scales +
-         Arena::rounded(elements / 256 * sizeof(HighLow));
+  return Arena::rounded(elements * 4) + Arena::rounded(elements * 2) + Arena::rounded(elements) + 2 * scales;
 }
 
 Activations take_activations(Arena& arena, int64_t rows, int64_t width) {
@@ -77,7 +75,6 @@ Activations take_activations(Arena& arena, int64_t rows, int64_t width) {
     forms[i]->sum32 = static_cast<float*>(arena.take(elements / 32 * 4));
     forms[i]->sum16 = static_cast<float*>(arena.take(elements / 16 * 4));
   }
-  x.high_low = static_cast<HighLow*>(arena.take(elements / 256 * sizeof(HighLow)));
   return x;
 }
 

@@ -3,11 +3,14 @@
 // Layouts as ggml defines them (ggml-common.h, ggml-quants.c of the GGUF project; gguf-py's quants.py).
 //
 // A reader has kBlock weights in kBytes, kGroup weights a scale, q unsigned below 2^kBits or kSigned, and
-//   quants(p, u)        weights 32u to 32u + 31 of the block at p
-//   scale(p, d, m)      kBlock 32: the block's d and m
-//   scales(p, d, m)     kBlock 256: d and m of its groups, eight a vector
-// m is left alone where kSigned: it is zero. Blocks of 32 that begin with halves have kHalves of them: 1, d, with
-// m = kMinimum d; or 2, d and m.
+//   quants(p, u)              weights 32u to 32u + 31 of the block at p
+//   split(p, u, even, odd)    the same as 16-bit values, elements 0, 2, ... and 1, 3, ..., left where masks find them:
+//                             `times` as large. times() has a factor for each lane of their products (kBlock 32) or
+//                             for each u (kBlock 256)
+//   scale(p, d, m)            kBlock 32: the block's d and m
+//   scales(p, d, m)           kBlock 256: d and m of its groups, eight a vector
+// m is left alone where kSigned: it is zero; it is -kOffset d where kOffset is not 0. Blocks of 32 that begin with
+// halves have kHalves of them: 1, d; or 2, d and m.
 
 enum {
   TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q4_0 = 2, TYPE_Q4_1 = 3, TYPE_Q5_0 = 6, TYPE_Q5_1 = 7, TYPE_Q8_0 = 8,
@@ -33,9 +36,46 @@ INLINE f32x8 signed_bytes_to_f32(uint64_t bytes) {
 #endif
 }
 
+INLINE void split_bytes(bool is_signed, u8x32 v, i16x16& even, i16x16& odd) {
+  even = is_signed ? ((i16x16)v << 8) >> 8 : (i16x16)v & 0xff;
+  odd = is_signed ? (i16x16)v >> 8 : (i16x16)((u16x16)v >> 8);
+}
+
+// split from the bytes of quants, in the fewest instructions.
+template <class F>
+struct SplitBytes {
+  static INLINE void split(const uint8_t* p, int u, i16x16& even, i16x16& odd) {
+    u8x32 v = F::quants(p, u);
+    if constexpr (F::kSigned) {
+      even = (i16x16)v << 8;
+      odd = (i16x16)((u16x16)v & 0xff00);
+    } else {
+      split_bytes(false, v, even, odd);
+    }
+  }
+  static INLINE f32x8 times() { return splat(F::kSigned ? 256 : 1); }
+};
+
+// Sixteen bytes whose low nibbles are the first sixteen elements.
+INLINE void split_nibbles(const uint8_t* p, i16x16& even, i16x16& odd) {
+#if defined(__AVX2__)
+  u16x16 v = (u16x16)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+#else
+  u8x16 once = load<u8x16>(p);
+  u16x16 v = (u16x16)join(once, once);
+#endif
+  const u16x16 mask = {15, 15, 15, 15, 15, 15, 15, 15, 240, 240, 240, 240, 240, 240, 240, 240};
+  even = (i16x16)(v & mask);
+  odd = (i16x16)(v >> 8 & mask);
+}
+
+INLINE f32x8 nibble_times() { return (f32x8){1, 1, 1, 1, 16, 16, 16, 16}; }
+
 struct Q4_0 {
-  enum { kBlock = 32, kBytes = 18, kGroup = 32, kSigned = 0, kBits = 4, kHalves = 1, kMinimum = -8 };
+  enum { kBlock = 32, kBytes = 18, kGroup = 32, kSigned = 0, kBits = 4, kHalves = 1, kOffset = 8 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return nibbles(p + 2); }
+  static INLINE void split(const uint8_t* p, int, i16x16& even, i16x16& odd) { split_nibbles(p + 2, even, odd); }
+  static INLINE f32x8 times() { return nibble_times(); }
   static INLINE void scale(const uint8_t* p, float& d, float& m) {
     d = f16_to_f32(p);
     m = -8 * d;
@@ -43,16 +83,18 @@ struct Q4_0 {
 };
 
 struct Q4_1 {
-  enum { kBlock = 32, kBytes = 20, kGroup = 32, kSigned = 0, kBits = 4, kHalves = 2, kMinimum = 1 };
+  enum { kBlock = 32, kBytes = 20, kGroup = 32, kSigned = 0, kBits = 4, kHalves = 2, kOffset = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return nibbles(p + 4); }
+  static INLINE void split(const uint8_t* p, int, i16x16& even, i16x16& odd) { split_nibbles(p + 4, even, odd); }
+  static INLINE f32x8 times() { return nibble_times(); }
   static INLINE void scale(const uint8_t* p, float& d, float& m) {
     d = f16_to_f32(p);
     m = f16_to_f32(p + 2);
   }
 };
 
-struct Q5_0 {
-  enum { kBlock = 32, kBytes = 22, kGroup = 32, kSigned = 0, kBits = 5, kHalves = 1, kMinimum = -16 };
+struct Q5_0 : SplitBytes<Q5_0> {
+  enum { kBlock = 32, kBytes = 22, kGroup = 32, kSigned = 0, kBits = 5, kHalves = 1, kOffset = 16 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return nibbles(p + 6) | spread_bits(load_u32(p + 2), 16); }
   static INLINE void scale(const uint8_t* p, float& d, float& m) {
     d = f16_to_f32(p);
@@ -60,8 +102,8 @@ struct Q5_0 {
   }
 };
 
-struct Q5_1 {
-  enum { kBlock = 32, kBytes = 24, kGroup = 32, kSigned = 0, kBits = 5, kHalves = 2, kMinimum = 1 };
+struct Q5_1 : SplitBytes<Q5_1> {
+  enum { kBlock = 32, kBytes = 24, kGroup = 32, kSigned = 0, kBits = 5, kHalves = 2, kOffset = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return nibbles(p + 8) | spread_bits(load_u32(p + 4), 16); }
   static INLINE void scale(const uint8_t* p, float& d, float& m) {
     d = f16_to_f32(p);
@@ -69,8 +111,8 @@ struct Q5_1 {
   }
 };
 
-struct Q8_0 {
-  enum { kBlock = 32, kBytes = 34, kGroup = 32, kSigned = 1, kBits = 8, kHalves = 1, kMinimum = 0 };
+struct Q8_0 : SplitBytes<Q8_0> {
+  enum { kBlock = 32, kBytes = 34, kGroup = 32, kSigned = 1, kBits = 8, kHalves = 1, kOffset = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return load<u8x32>(p + 2); }
   static INLINE void scale(const uint8_t* p, float& d, float&) { d = f16_to_f32(p); }
 };
@@ -78,14 +120,14 @@ struct Q8_0 {
 static const int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 static const int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // twice E2M1
 
-struct IQ4_NL {
-  enum { kBlock = 32, kBytes = 18, kGroup = 32, kSigned = 1, kBits = 8, kHalves = 1, kMinimum = 0 };
+struct IQ4_NL : SplitBytes<IQ4_NL> {
+  enum { kBlock = 32, kBytes = 18, kGroup = 32, kSigned = 1, kBits = 8, kHalves = 1, kOffset = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return lookup16(kIq4Values, nibbles(p + 2)); }
   static INLINE void scale(const uint8_t* p, float& d, float&) { d = f16_to_f32(p); }
 };
 
-struct MXFP4 {
-  enum { kBlock = 32, kBytes = 17, kGroup = 32, kSigned = 1, kBits = 8, kHalves = 0, kMinimum = 0 };
+struct MXFP4 : SplitBytes<MXFP4> {
+  enum { kBlock = 32, kBytes = 17, kGroup = 32, kSigned = 1, kBits = 8, kHalves = 0, kOffset = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int) { return lookup16(kMxfp4Values, nibbles(p + 1)); }
   static INLINE void scale(const uint8_t* p, float& d, float&) {
     // 2^(e - 128): half of the block's power of two, the table holding twice the values
@@ -95,12 +137,20 @@ struct MXFP4 {
 };
 
 struct Q2_K {
-  enum { kBlock = 256, kBytes = 84, kGroup = 16, kSigned = 0, kBits = 2 };
+  enum { kBlock = 256, kBytes = 84, kGroup = 16, kSigned = 0, kBits = 2, kOffset = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int u) {
     return (u8x32)(load<u16x16>(p + 16 + 32 * (u / 4)) >> (2 * (u % 4))) & 3;
   }
+  static INLINE void split(const uint8_t* p, int u, i16x16& even, i16x16& odd) {
+    u16x16 v = load<u16x16>(p + 16 + 32 * (u / 4));
+    uint16_t mask = (uint16_t)(3 << 2 * (u % 4));
+    even = (i16x16)(v & mask);
+    odd = (i16x16)(v >> 8 & mask);
+  }
+  static INLINE f32x8 times() { return (f32x8){1, 4, 16, 64, 1, 4, 16, 64}; }
   static INLINE void scales(const uint8_t* p, f32x8* d, f32x8* m) {
-    f32x8 scale = splat(f16_to_f32(p + 80)), minimum = splat(-f16_to_f32(p + 82));
+    f32x4 factors = load_f16_pair(p + 80);
+    f32x8 scale = splat(factors[0]), minimum = splat(-factors[1]);
     for (int i = 0; i < 2; i++) {
       uint64_t packed = load<uint64_t>(p + 8 * i);
       d[i] = scale * bytes_to_f32(packed & 0x0f0f0f0f0f0f0f0f);
@@ -109,8 +159,8 @@ struct Q2_K {
   }
 };
 
-struct Q3_K {
-  enum { kBlock = 256, kBytes = 110, kGroup = 16, kSigned = 0, kBits = 3 };
+struct Q3_K : SplitBytes<Q3_K> {
+  enum { kBlock = 256, kBytes = 110, kGroup = 16, kSigned = 0, kBits = 3, kOffset = 4 };
   static INLINE u8x32 quants(const uint8_t* p, int u) {
     u8x32 low = (u8x32)(load<u16x16>(p + 32 + 32 * (u / 4)) >> (2 * (u % 4))) & 3;
     u16x16 high = load<u16x16>(p);
@@ -134,21 +184,29 @@ INLINE void scales_k4(const uint8_t* p, f32x8* d, f32x8* m) {
   uint32_t a = load_u32(p + 4), b = load_u32(p + 8), c = load_u32(p + 12);
   uint64_t scale = (a & 0x3f3f3f3f) | (uint64_t)((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)) << 32;
   uint64_t minimum = (b & 0x3f3f3f3f) | (uint64_t)((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)) << 32;
-  *d = bytes_to_f32(scale) * f16_to_f32(p);
-  *m = bytes_to_f32(minimum) * -f16_to_f32(p + 2);
+  f32x4 factors = load_f16_pair(p);
+  *d = bytes_to_f32(scale) * factors[0];
+  *m = bytes_to_f32(minimum) * -factors[1];
 }
 
 struct Q4_K {
-  enum { kBlock = 256, kBytes = 144, kGroup = 32, kSigned = 0, kBits = 4 };
+  enum { kBlock = 256, kBytes = 144, kGroup = 32, kSigned = 0, kBits = 4, kOffset = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int u) {
     u16x16 v = load<u16x16>(p + 16 + 32 * (u / 2));
     return (u8x32)(u & 1 ? v >> 4 : v) & 0x0f;
   }
+  static INLINE void split(const uint8_t* p, int u, i16x16& even, i16x16& odd) {
+    u16x16 v = load<u16x16>(p + 16 + 32 * (u / 2));
+    uint16_t mask = u & 1 ? 0xf0 : 0x0f;
+    even = (i16x16)(v & mask);
+    odd = (i16x16)(v >> 8 & mask);
+  }
+  static INLINE f32x8 times() { return (f32x8){1, 16, 1, 16, 1, 16, 1, 16}; }
   static INLINE void scales(const uint8_t* p, f32x8* d, f32x8* m) { scales_k4(p, d, m); }
 };
 
-struct Q5_K {
-  enum { kBlock = 256, kBytes = 176, kGroup = 32, kSigned = 0, kBits = 5 };
+struct Q5_K : SplitBytes<Q5_K> {
+  enum { kBlock = 256, kBytes = 176, kGroup = 32, kSigned = 0, kBits = 5, kOffset = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int u) {
     u16x16 v = load<u16x16>(p + 48 + 32 * (u / 2));
     u16x16 high = load<u16x16>(p + 16);
@@ -158,8 +216,8 @@ struct Q5_K {
   static INLINE void scales(const uint8_t* p, f32x8* d, f32x8* m) { scales_k4(p, d, m); }
 };
 
-struct Q6_K {
-  enum { kBlock = 256, kBytes = 210, kGroup = 16, kSigned = 0, kBits = 6 };
+struct Q6_K : SplitBytes<Q6_K> {
+  enum { kBlock = 256, kBytes = 210, kGroup = 16, kSigned = 0, kBits = 6, kOffset = 32 };
   static INLINE u8x32 quants(const uint8_t* p, int u) {
     int half = u / 4, quarter = u % 4;
     u16x16 v = load<u16x16>(p + 64 * half + 32 * (quarter & 1));
@@ -176,17 +234,18 @@ struct Q6_K {
   }
 };
 
-struct IQ4_XS {
-  enum { kBlock = 256, kBytes = 136, kGroup = 32, kSigned = 1, kBits = 8 };
+struct IQ4_XS : SplitBytes<IQ4_XS> {
+  enum { kBlock = 256, kBytes = 136, kGroup = 32, kSigned = 1, kBits = 8, kOffset = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int u) { return lookup16(kIq4Values, nibbles(p + 8 + 16 * u)); }
   static INLINE void scales(const uint8_t* p, f32x8* d, f32x8*) {
-    uint64_t packed = 0;
-    uint32_t high = load<uint16_t>(p + 2);
-    for (int i = 0; i < 8; i++) {
-      uint64_t low = p[4 + i / 2] >> 4 * (i & 1) & 0x0f;
-      packed |= (low | (uint64_t)(high >> 2 * i & 3) << 4) << 8 * i;
-    }
-    *d = (bytes_to_f32(packed) - 32.0f) * f16_to_f32(p);
+    uint64_t low = load_u32(p + 4), high = load<uint16_t>(p + 2);  // 4 and 2 bits of each, spread to bytes
+    low = (low | low << 16) & 0x0000ffff0000ffff;
+    low = (low | low << 8) & 0x00ff00ff00ff00ff;
+    low = (low | low << 4) & 0x0f0f0f0f0f0f0f0f;
+    high = (high | high << 24) & 0x000000ff000000ff;
+    high = (high | high << 12) & 0x000f000f000f000f;
+    high = (high | high << 6) & 0x0303030303030303;
+    *d = (bytes_to_f32(low | high << 4) - 32.0f) * f16_to_f32(p);
   }
 };
 

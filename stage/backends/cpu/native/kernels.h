@@ -5,18 +5,8 @@
 // The forms a product's input can take. Integer forms are per block of 32 elements: x ~ scale * q.
 enum Form {
   FORM_F32 = 1,  // for unquantised weights
-  FORM_I16 = 2,  // exact: |q| <= 32767
+  FORM_I16 = 2,  // exact: |q| <= 16383
   FORM_I8 = 4,   // fast: |q| <= 127
-  FORM_HIGH_LOW = 8,  // exact, for a single row and super-blocks: see HighLow
-};
-
-// 256 activations as scale * (256 high + low), with sums over groups of 16 (even groups, then odd ones) and
-// of 32 (then eight zeros).
-struct HighLow {
-  int8_t high[256], low[256];
-  int16_t high_sums16[16], low_sums16[16];
-  int16_t high_sums32[16], low_sums32[16];
-  float scale;
 };
 
 // The integer form of `rows` inputs. I16 blocks hold the even elements, then the odd ones.
@@ -30,7 +20,6 @@ struct Quantised {
 struct Activations {
   float* f32;  // [rows, stride]
   Quantised i16, i8;
-  HighLow* high_low;  // [rows, stride / 256]
   int64_t stride;     // elements; a multiple of 256
 };
 
@@ -54,17 +43,15 @@ struct KvHead {
 
 struct Kernels {
   const char* name;
-  // out[i, r] = W[r] . x[index[i]], i < n, r in the rows; index null: x[i]
-  void (*matvec)(const WeightRows*, Form, const Activations*, const int32_t* index, int32_t n, float* out,
+  // out[i, r] = W[r] . x[index[i]], i < n, r in the rows; index null: x[i]. Inputs in FORM_I16 or FORM_F32.
+  void (*matvec)(const WeightRows*, const Activations*, const int32_t* index, int32_t n, float* out,
                  int64_t out_stride);
   // the same through panels of unpacked weights, with inputs in FORM_I8, or FORM_F32 for unquantised types
   void (*matmul)(const WeightRows*, const Activations*, const int32_t* index, int32_t n, float* out,
                  int64_t out_stride, void* scratch);
   // whether 8-bit activations are this variant's faster way to multiply many rows of this type
   bool (*fast_i8)(int32_t type);
-  // whether a single row meets this type in FORM_HIGH_LOW (else in FORM_I16)
-  bool (*high_low)(int32_t type);
-  // x[row, start : end) into the integer forms of `forms`; start and end multiples of 32 (FORM_HIGH_LOW: 256)
+  // x[row, start : end) into the integer forms of `forms`; start and end multiples of 32
   void (*quantise)(const Activations*, int32_t forms, int64_t row, int32_t start, int32_t end);
   void (*dequantise)(const uint8_t* row, int32_t type, int32_t cols, float scale, float* out);
   void (*rms_norm)(const float* x, const Norm*, float* out);

@@ -44,7 +44,6 @@ class LayerRun {
     float* queries;   // [kAttentionQueries, head_pad]
     float* residual;  // [hidden], single row only
     Activations x, heads;
-    HighLow* high_low;  // of the gated activations
   };
 
   size_t layout(bool take);
@@ -145,7 +144,6 @@ size_t LayerRun::layout(bool really) {
       own.residual = floats(s.hidden);
       own.x = take_inputs(engine_, really, total, 1, s.hidden);
       own.heads = take_inputs(engine_, really, total, 1, head_width);
-      own.high_low = take<HighLow>(engine_, really, total, s.ffn / 256 + 1);
     }
     if (really) own_[t] = own;
   }
@@ -361,16 +359,11 @@ void LayerRun::dense(Private& own) {
     multiply(engine_, plan_.up, 0, start, end, x, nullptr, s_.rows, up_, s_.ffn, own.scratch);
     for (int32_t row = 0; row < s_.rows; row++) {
       k_.gated(h_.f32 + row * h_.stride + start, up_ + (int64_t)row * s_.ffn + start, end - start, plan_.activation);
-      if (forms & (FORM_I16 | FORM_I8)) k_.quantise(&h_, forms, row, start, end);
+      if (forms & ~FORM_F32) k_.quantise(&h_, forms, row, start, end);
     }
   });
   engine_.pool->barrier();
-  Activations h = h_;
-  if (forms & FORM_HIGH_LOW) {  // its blocks are wider than the chunks: every thread makes its own
-    h.high_low = own.high_low;
-    k_.quantise(&h, FORM_HIGH_LOW, 0, 0, s_.ffn);
-  }
-  project(own, kDown, plan_.down, h);
+  project(own, kDown, plan_.down, h_);
 }
 
 // Softmax over the router's logits, the largest few, their weights made to sum to one.
@@ -415,8 +408,7 @@ void LayerRun::experts(Private& own, int thread) {
   if (thread == 0) place_slots();
   engine_.pool->barrier();
   int32_t forms = expert_forms(engine_, plan_.down, s_.rows);
-  int32_t block = forms & FORM_HIGH_LOW ? 256 : 32;
-  int32_t chunk = block * std::max(1, s_.ffn / block / (2 * s_.threads));
+  int32_t chunk = 32 * std::max(1, s_.ffn / 32 / (2 * s_.threads));
   int32_t chunks = (s_.ffn + chunk - 1) / chunk;
   const Activations& x = inputs(own);
   for_units(kGateUp, (int64_t)plan_.num_experts * chunks, [&](int64_t unit) {

@@ -1,6 +1,9 @@
 // What is done to single rows of activations: quantising, norms, the gate, rotary embedding, writing keys and
 // values. Included by variant.cpp.
 
+// Four products of 16-bit activations and of weights up to 2^15 fit in 32 bits.
+constexpr float kI16Largest = 16383;
+
 INLINE void block_sums(const Quantised& q, int64_t block, float scale, i32x8 first, i32x8 second) {
   float low = (float)hsum_i32(first) * scale, high = (float)hsum_i32(second) * scale;
   q.scale[block] = scale;
@@ -18,7 +21,7 @@ void quantise(const Activations* a, int32_t forms, int64_t row, int32_t start, i
     float largest = hmax(vmax(vmax(vabs(v[0]), vabs(v[1])), vmax(vabs(v[2]), vabs(v[3]))));
     if (!(largest < 3e38f)) largest = __builtin_nanf("");  // infinity too: the products become NaN
     if (forms & FORM_I16) {
-      f32x8 inverse = splat(largest > 0 ? 32767.0f / largest : 0);
+      f32x8 inverse = splat(largest > 0 ? kI16Largest / largest : 0);
       i32x8 even[2], odd[2];
       for (int i = 0; i < 2; i++) {
         even[i] = round_to_int(SHUFFLE(i32x8, v[2 * i], v[2 * i + 1], 0, 2, 4, 6, 8, 10, 12, 14) * inverse);
@@ -27,7 +30,7 @@ void quantise(const Activations* a, int32_t forms, int64_t row, int32_t start, i
       int16_t* q = (int16_t*)a->i16.q + row * a->stride + k;
       store(q, narrow16(even[0], even[1]));
       store(q + 16, narrow16(odd[0], odd[1]));
-      block_sums(a->i16, block, largest / 32767.0f, even[0] + odd[0], even[1] + odd[1]);
+      block_sums(a->i16, block, largest / kI16Largest, even[0] + odd[0], even[1] + odd[1]);
     }
     if (forms & FORM_I8) {
       f32x8 inverse = splat(largest > 0 ? 127.0f / largest : 0);
@@ -38,13 +41,6 @@ void quantise(const Activations* a, int32_t forms, int64_t row, int32_t start, i
       block_sums(a->i8, block, largest / 127.0f, r[0] + r[1], r[2] + r[3]);
     }
   }
-#if SUPERBLOCKS
-  if (forms & FORM_HIGH_LOW)
-    for (int32_t k = start; k < end; k += 256) {
-      int64_t at = row * a->stride + k;
-      quantise_superblock(a->f32 + at, a->high_low + at / 256);
-    }
-#endif
 }
 
 void dequantise(const uint8_t* row, int32_t type, int32_t cols, float scale, float* out) {

@@ -12,8 +12,8 @@ namespace {
 #include "vec.h"
 #include "formats.h"
 #include "narrow.h"
-#include "superblock.h"
 #include "matvec.h"
+#include "decode.h"
 #include "matmul.h"
 #include "rows.h"
 #include "attention.h"
@@ -30,7 +30,7 @@ static_assert(sizeof(AttentionScratch) <= kScratchBytes, "attention's tiles fit"
 extern "C" {
 extern const Kernels TABLE(PIPELLM_VARIANT);
 const Kernels TABLE(PIPELLM_VARIANT) = {
-    STRING(PIPELLM_VARIANT), matvec, matmul, fast_i8, high_low, quantise, dequantise, rms_norm,  gated,
+    STRING(PIPELLM_VARIANT), matvec, matmul, fast_i8, quantise, dequantise, rms_norm,  gated,
     add,                     add_scaled, softcap, rope, store_kv, attention,
 };
 }

@@ -198,6 +198,15 @@ INLINE float f16_to_f32(const uint8_t* p) {
 #endif
 }
 
+// Two neighbouring halves, in the first two lanes.
+INLINE f32x4 load_f16_pair(const uint8_t* p) {
+#if defined(__F16C__)
+  return (f32x4)_mm_cvtph_ps(_mm_cvtsi32_si128(load<int32_t>(p)));
+#else
+  return (f32x4){f16_to_f32(p), f16_to_f32(p + 2), 0, 0};
+#endif
+}
+
 INLINE f32x8 load_f16(const uint8_t* p) {
 #if defined(__F16C__)
   return (f32x8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
