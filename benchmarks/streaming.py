@@ -1,6 +1,7 @@
 """Speed of a model that is larger than the GPU memory it may use: streamed weights, host layers, prefetch.
 
-    python benchmarks/streaming.py --shape llama-8b --recipe q4_k_m --resident 24,16,0 [--json OUT]
+    python benchmarks/streaming.py --shape llama-8b --recipe q4_k_m --resident 24,16,0
+    python benchmarks/streaming.py --shape qwen-32b --gpu-memory 12GB --pinned-memory 8GB
 
 For each number of resident layers: prefill of 512 and 2048 tokens, decode at batch 1 and 8, with all other
 layers streamed (with and without prefetch) and with the best division between link and host's cores. The
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,7 +33,7 @@ from stage.backends.base import DecodeRow, make_batch
 from stage.backends.cuda.backend import CudaBackend
 from stage.model.registry import build_spec
 from stage.model.spec import tensor_refs
-from stage.placement import Place, arrange, keep_hosts
+from stage.placement import MemorySettings, Place, arrange, describe, keep_hosts
 from stage.sampler import SamplingOptions
 from stage.weights.loader import raw_tensors
 
@@ -45,19 +47,26 @@ class Engine:
     def __init__(
         self,
         path: Path,
-        places: Sequence[Place],
-        batch_places: Sequence[Place],
-        pinned_bytes: int,
+        places: Sequence[Place] | None,
+        batch_places: Sequence[Place] = (),
+        pinned_bytes: int = 0,
         prefetch: bool = True,
         threads: int = 0,
+        memory: MemorySettings | None = None,
     ) -> None:
+        """`places`: None for those that the backend chooses within `memory`."""
         started = time.perf_counter()
         file = GGUFFile.open(path)
         self.spec = spec = build_spec(file, MAX_CONTEXT)
-        self.backend = backend = CudaBackend(torch.device("cuda", 0))
-        few, many = dict(enumerate(places)), dict(enumerate(batch_places))
-        backend.offload(file, spec.layers, few, many, pinned_bytes, threads, prefetch)
+        self.backend = backend = CudaBackend(torch.device("cuda", 0), memory=memory)
         num_blocks = max(MAX_CONTEXT // BLOCK_SIZE, 8 * BLOCKS_A_ROW)
+        if places is None:
+            others = [raw_tensors(file, tensor_refs(part)) for part in (spec.embedding, spec.head)]
+            other_bytes = sum(backend.stored_bytes(spec.head, raw) for raw in others)
+            backend.place(file, spec.layers, other_bytes, num_blocks * BLOCK_SIZE)
+        else:
+            few, many = dict(enumerate(places)), dict(enumerate(batch_places))
+            backend.offload(file, spec.layers, few, many, pinned_bytes, threads, prefetch)
         self.kv = backend.allocate_kv(spec.layers, num_blocks, BLOCK_SIZE)
         self.embedding = backend.prepare_embedding(
             spec.embedding, raw_tensors(file, tensor_refs(spec.embedding))
@@ -138,6 +147,27 @@ def measure(engine: Engine, steps: int, whole: bool, link: float) -> dict[str, f
     return {name: round(value, 3) for name, value in result.items()}
 
 
+def within(path: Path, memory: MemorySettings, steps: int, link: float) -> dict[str, Any]:
+    """A placement chosen within budgets: what was predicted, what is measured, and the memory it takes."""
+    host_before = psutil.Process().memory_info().rss
+    engine = Engine(path, None, memory=memory)
+    placement = engine.backend.placement
+    result: dict[str, Any] = dict(measure(engine, steps, True, link))
+    if placement is not None:
+        predicted = placement.prediction
+        result["plan"] = describe(placement)
+        result["measured / predicted"] = {
+            "batch 1": round(result["decode"] / predicted.batch_1, 3),
+            "batch 8": round(result["decode_8"] / predicted.batch_8, 3),
+            "prefill 512": round(result["prefill_512"] / predicted.prefill, 3),
+        }
+    free, total = torch.cuda.mem_get_info()
+    result["gpu_gb"] = round((total - free) / 1e9, 2)
+    result["host_rss_gb"] = round((psutil.Process().memory_info().rss - host_before) / 1e9, 2)
+    engine.close()
+    return result
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
@@ -150,6 +180,8 @@ def main() -> None:
     parser.add_argument(
         "--hosts", default="0.5:0.25", help="shares of the layers not resident, at batch 1:in batches"
     )
+    parser.add_argument("--gpu-memory", help="measures the placement chosen within it, and nothing else")
+    parser.add_argument("--pinned-memory", default="auto", help="the same")
     parser.add_argument("--pinned-gb", type=float, default=64)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=32)
@@ -182,6 +214,12 @@ def main() -> None:
             results[name] = {"error": f"{type(error).__name__}: {error}"}
         print(f"{name}: {json.dumps(results[name])}", flush=True)
 
+    if args.gpu_memory:
+        memory = MemorySettings(gpu_memory=args.gpu_memory, pinned_memory=args.pinned_memory)
+        with torch.inference_mode():
+            results["within"] = within(path, memory, args.steps, link)
+        print(json.dumps({"benchmark": "streaming", "gpu": torch.cuda.get_device_name(), "results": results}))
+        return
     with torch.inference_mode():
         run("all resident", arrange(num_layers, 0, 0))
         for resident in args.resident:

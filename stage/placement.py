@@ -113,12 +113,13 @@ def choose(layers: Sequence[LayerSize], budgets: Budgets, rates: Rates) -> Place
     for offloaded in range(len(layers) + 1):
         for host in range(offloaded + 1):
             places = arrange(len(layers), offloaded - host, host)
+            if best is not None and not _is_faster(layers, places, budgets, rates, best):
+                continue
             for batch_places in (for_batches(layers, places, rates), places):
                 found = _measured(layers, places, batch_places, budgets, rates)
                 if found is None or _excess(found, budgets):
                     continue
-                if best is None or found.prediction.batch_1 > best.prediction.batch_1:
-                    best = found
+                best = found
                 break
     if best is None:
         raise _too_little(layers, budgets, rates)
@@ -260,6 +261,16 @@ def _mixed(streamed: int, resident: int) -> list[Place]:
         Place.STREAMED if streamed and i * streamed % total < streamed else Place.RESIDENT
         for i in range(total)
     ]
+
+
+def _is_faster(
+    layers: Sequence[LayerSize], places: Sequence[Place], budgets: Budgets, rates: Rates, than: Placement
+) -> bool:
+    try:
+        pinned, _ = pinned_layers(places, [layer.raw_bytes for layer in layers], budgets.pinned_bytes)
+    except OutOfCapacityError:
+        return False
+    return 1 / _decode_s(layers, places, pinned, rates, 1.0, 1.0) > than.prediction.batch_1
 
 
 def _excess(found: Placement, budgets: Budgets) -> str:

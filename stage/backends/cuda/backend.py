@@ -26,7 +26,7 @@ from stage.backends.cuda.repack import packed_bytes
 from stage.backends.cuda.sampling import MAX_ROWS, RowSampler
 from stage.backends.cuda.weights import Embedding, Head, Layer, WeightLoader
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, ModelSpec, MoeFfnSpec, SpecPart
-from stage.placement import MemorySettings, Place, parse_amount
+from stage.placement import MemorySettings, Place, Placement, parse_amount
 from stage.sampler import Drawn, SamplingOptions
 from stage.weights.quants import RawTensor
 
@@ -56,6 +56,7 @@ class CudaBackend:
         self._last: tuple[Batch, Rows] | None = None  # every layer of a step is run with the same batch
         self._use_graphs = graphs
         self.memory = memory or MemorySettings()
+        self.placement: Placement | None = None  # chosen by `place`; None: all layers on the GPU
         self.offloaded: OffloadedLayers | None = None
         self._sampler: RowSampler | None = None
 
@@ -109,6 +110,7 @@ class CudaBackend:
 
     def place(self, file: GGUFFile, layers: Sequence[LayerSpec], other_bytes: int, kv_tokens: int) -> bool:
         placement = placing.place(self, placing.Request(file, layers, other_bytes, kv_tokens), self.memory)
+        self.placement = placement
         if placement is None:
             return False
         few, many = (
