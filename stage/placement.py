@@ -88,6 +88,11 @@ class Prediction:
     batch_8: float
     prefill: float
 
+    @property
+    def both(self) -> float:
+        """What placements are chosen by."""
+        return self.batch_1 * self.batch_8
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -104,8 +109,8 @@ class Placement:
 
 
 def choose(layers: Sequence[LayerSize], budgets: Budgets, rates: Rates) -> Placement:
-    """The placement within the budgets that decodes fastest at batch 1; with larger budgets never a slower
-    one.
+    """The placement within the budgets that decodes fastest, one sequence and eight counting the same; with
+    larger budgets never a slower one.
 
     Raises OutOfCapacityError, with what would be enough, where none fits.
     """
@@ -113,14 +118,14 @@ def choose(layers: Sequence[LayerSize], budgets: Budgets, rates: Rates) -> Place
     for offloaded in range(len(layers) + 1):
         for host in range(offloaded + 1):
             places = arrange(len(layers), offloaded - host, host)
-            if best is not None and not _is_faster(layers, places, budgets, rates, best):
+            if best is not None and not _may_beat(layers, places, budgets, rates, best):
                 continue
             for batch_places in (for_batches(layers, places, rates), places):
                 found = _measured(layers, places, batch_places, budgets, rates)
                 if found is None or _excess(found, budgets):
                     continue
-                best = found
-                break
+                if best is None or found.prediction.both > best.prediction.both:
+                    best = found
     if best is None:
         raise _too_little(layers, budgets, rates)
     return best
@@ -160,16 +165,19 @@ def arrange(num_layers: int, streamed: int, host: int) -> tuple[Place, ...]:
 
 def for_batches(layers: Sequence[LayerSize], places: Sequence[Place], rates: Rates) -> tuple[Place, ...]:
     """The same for steps of 8 rows, but with those host layers streamed that the link brings sooner."""
-    hosts = [i for i, place in enumerate(places) if place == Place.HOST]
-    best, best_s = tuple(places), float("inf")
-    for kept in range(len(hosts) + 1):
-        candidate = keep_hosts(places, kept)
-        seconds = _decode_s(
-            layers, candidate, range(len(layers)), rates, rates.gpu_batch_8, rates.host_batch_8
-        )
-        if seconds < best_s:
-            best, best_s = candidate, seconds
-    return best
+    hosts = list(places).count(Place.HOST)
+
+    def seconds(kept: int) -> float:
+        everything = range(len(layers))
+        kept_places = keep_hosts(places, kept)
+        return _decode_s(layers, kept_places, everything, rates, rates.gpu_batch_8, rates.host_batch_8)
+
+    # Fewer layers on the host take longer over the link, more of them longer there: one minimum.
+    low, high = 0, hosts
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if seconds(middle) <= seconds(middle + 1) else (middle + 1, high)
+    return keep_hosts(places, low)
 
 
 def keep_hosts(places: Sequence[Place], kept: int) -> tuple[Place, ...]:
@@ -263,14 +271,16 @@ def _mixed(streamed: int, resident: int) -> list[Place]:
     ]
 
 
-def _is_faster(
-    layers: Sequence[LayerSize], places: Sequence[Place], budgets: Budgets, rates: Rates, than: Placement
+def _may_beat(
+    layers: Sequence[LayerSize], places: Sequence[Place], budgets: Budgets, rates: Rates, best: Placement
 ) -> bool:
+    """Eight sequences together are at most eight times as fast as one."""
     try:
         pinned, _ = pinned_layers(places, [layer.raw_bytes for layer in layers], budgets.pinned_bytes)
     except OutOfCapacityError:
         return False
-    return 1 / _decode_s(layers, places, pinned, rates, 1.0, 1.0) > than.prediction.batch_1
+    batch_1 = 1 / _decode_s(layers, places, pinned, rates, 1.0, 1.0)
+    return 8 * batch_1**2 > best.prediction.both
 
 
 def _excess(found: Placement, budgets: Budgets) -> str:

@@ -87,7 +87,7 @@ def test_more_memory_is_never_slower(
     except OutOfCapacityError:
         return
     after = choose(layers, replace(budgets, **{which: getattr(budgets, which) + more}), RATES)
-    assert after.prediction.batch_1 >= before.prediction.batch_1
+    assert after.prediction.both >= before.prediction.both
 
 
 @given(st.integers(1, 80), st.data())
