@@ -7,12 +7,16 @@ pp512: a prompt of 512 random tokens, to its first generated token. tg128: 128 t
 time. `-d N`: with N tokens in the context before (pp at a depth is the time of N + 512 tokens less that of
 N). Times are the client's, so gRPC and the coordinator count. Every repetition has a prompt of its own, so
 no KV block is reused. Medians; the last line is one JSON object.
+
+A mesh of its own also tells what a generated token costs each process in processor time (this client last),
+and how many tokens came in one message.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -21,6 +25,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -34,16 +40,17 @@ from common.errors import NotReadyError, PipeLLMError
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
-        with _client(arguments) as client:
-            print(json.dumps(run(client, arguments)))
+        with _mesh(arguments) as (client, pids):
+            print(json.dumps(run(client, pids, arguments)))
     except PipeLLMError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def run(client: Client, arguments: argparse.Namespace) -> dict[str, object]:
-    """Measures what is asked for, prints a line each, and returns all of it."""
+def run(client: Client, pids: Sequence[int], arguments: argparse.Namespace) -> dict[str, object]:
+    """Measures what is asked for, prints a line each, and returns all of it. `pids` are the daemons', if they
+    run here."""
     status = client.status()
     if status.model is None or status.plan is None:
         raise NotReadyError(f"the coordinator at {client.address} has no model loaded")
@@ -64,16 +71,26 @@ def run(client: Client, arguments: argparse.Namespace) -> dict[str, object]:
         results[test] = _report(test, depth, [arguments.prompt / seconds for seconds in times])
     if arguments.generate:
         test = f"tg{arguments.generate}"
+        before_s = _processor_times(pids)
         timings = [measure(max(1, depth), arguments.generate + 1) for _ in repetitions]
-        results[test] = _report(test, depth, [timing.rest_tokens / timing.rest_s for timing in timings])
+        spent_s = [after - before for before, after in zip(before_s, _processor_times(pids), strict=True)]
+        rates = _report(test, depth, [timing.rest_tokens / timing.rest_s for timing in timings])
+        results[test] = rates | _report_costs(timings, spent_s)
     return results
+
+
+def _processor_times(pids: Sequence[int]) -> list[float]:
+    """Seconds that the daemons, in this order, and this process have computed; nothing without daemons."""
+    times = [psutil.Process(pid).cpu_times() for pid in (*pids, os.getpid())] if pids else []
+    return [one.user + one.system for one in times]
 
 
 @dataclass
 class Timing:
-    """Seconds from sending to the first token, and how many tokens came in what time after it."""
+    """Seconds from sending to the first token, and the tokens, messages and seconds after it."""
 
     first_s: float = 0.0
+    messages: int = 0
     rest_tokens: int = 0
     rest_s: float = 0.0
 
@@ -88,6 +105,7 @@ def _generate(client: Client, ids: list[int], count: int) -> Timing:
                 if not timing.first_s:
                     timing.first_s = passed_s
                 else:
+                    timing.messages += 1
                     timing.rest_tokens += len(event.token_ids)
                     timing.rest_s = passed_s - timing.first_s
             elif isinstance(event, Finished) and (event.generated_tokens, event.cached_tokens) != (count, 0):
@@ -104,6 +122,19 @@ def _report(test: str, depth: int, rates: list[float]) -> dict[str, object]:
     name = f"{test} @ d{depth}" if depth else test
     print(f"{name:>16}  {median:10.2f} tokens/s  (min {min(rates):.2f}, max {max(rates):.2f})", flush=True)
     return {"tokens_per_s": round(median, 3), "runs": [round(rate, 3) for rate in rates]}
+
+
+def _report_costs(timings: Sequence[Timing], spent_s: Sequence[float]) -> dict[str, object]:
+    """`spent_s` is the coordinator's, the stages' and this client's processor time, or nothing."""
+    num_tokens = sum(timing.rest_tokens for timing in timings)
+    num_messages = sum(timing.messages for timing in timings)
+    costs = [round(1e6 * seconds / num_tokens) for seconds in spent_s]
+    if costs:
+        stages = ", ".join(map(str, costs[1:-1]))
+        each = f"coordinator {costs[0]}, stages {stages}, client {costs[-1]}"
+        print(f"{'':>16}  us of processor time a token: {each}", flush=True)
+    per_message = round(num_tokens / max(1, num_messages), 2)
+    return {"tokens_per_message": per_message, "processor_us_per_token": costs}
 
 
 def _describe(status: Status, model: Model, plan: Plan) -> dict[str, object]:
@@ -128,16 +159,16 @@ def _describe(status: Status, model: Model, plan: Plan) -> dict[str, object]:
 
 
 @contextmanager
-def _client(arguments: argparse.Namespace) -> Iterator[Client]:
+def _mesh(arguments: argparse.Namespace) -> Iterator[tuple[Client, Sequence[int]]]:
     if arguments.coordinator:
         with Client(arguments.coordinator) as client:
-            yield client
+            yield client, ()
         return
     length = arguments.depth + arguments.prompt + arguments.generate + 64
     with LocalMesh(
         arguments.model, stages=arguments.stages, threads=arguments.threads, context_length=length
     ) as mesh:
-        yield mesh.client
+        yield mesh.client, mesh.pids
 
 
 def _parser() -> argparse.ArgumentParser:

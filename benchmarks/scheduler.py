@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=1, help="iterations a step; twice that many in flight")
     parser.add_argument("--seconds", type=float, default=3.0)
     args = parser.parse_args()
     config = SchedulerConfig(
@@ -48,6 +48,7 @@ def main() -> None:
         max_sequences=args.sequences,
         max_waiting=args.sequences,
         context_length=4096,
+        run_ahead=2 * args.repeat,
         repeat=args.repeat,
     )
     scheduler = Scheduler(config)
