@@ -75,7 +75,7 @@ class Rates:
     gpu_prefill: float  # tokens a second through one layer
     file: float  # reading from the file into memory
     other_s: float = 0.0  # of a decode step outside the layers: embedding, head, sampling
-    crossing_s: float = 60e-6  # to the host and back
+    crossing_s: float = 150e-6  # of a run of host layers: to the host and back
     host_batch_8: float = 2.0  # time of 8 rows over that of one on the host
     gpu_batch_8: float = 1.3
 

@@ -7,6 +7,7 @@ residual stream, norms and the softmax are float32, the KV cache is f16.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +29,10 @@ from stage.backends.cuda.weights import Embedding, Head, Layer, WeightLoader
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, ModelSpec, MoeFfnSpec, SpecPart
 from stage.placement import MemorySettings, Place, Placement, parse_amount
 from stage.sampler import Drawn, SamplingOptions
+from stage.weights.paging import let_go
 from stage.weights.quants import RawTensor
+
+Part = TypeVar("Part")
 
 RESERVE_BYTES = 1280 << 20  # what a step needs beyond weights and KV: operands, scratch, graphs, the context
 
@@ -149,15 +153,15 @@ class CudaBackend:
         return self._weights
 
     def prepare_embedding(self, spec: EmbeddingSpec, raw: RawTensors) -> Embedding:
-        return self._loader.embedding(spec, raw)
+        return _uploaded(self._loader.embedding(spec, raw), raw)
 
     def prepare_layer(self, spec: LayerSpec, raw: RawTensors) -> AnyLayer:
         if self.offloaded is not None and self.offloaded.places[spec.index] != Place.RESIDENT:
-            return self.offloaded.prepare(spec, raw)
-        return self._loader.layer(spec, raw)
+            return _uploaded(self.offloaded.prepare(spec, raw), raw)
+        return _uploaded(self._loader.layer(spec, raw), raw)
 
     def prepare_head(self, spec: HeadSpec, raw: RawTensors) -> Head:
-        return self._loader.head(spec, raw)
+        return _uploaded(self._loader.head(spec, raw), raw)
 
     def allocate_kv(self, layers: Sequence[LayerSpec], num_blocks: int, block_size: int) -> CudaKvCache:
         if self.offloaded is not None:
@@ -250,6 +254,14 @@ class CudaBackend:
             torch.cuda.empty_cache()
         except torch.AcceleratorError as error:  # broken before: who noticed has said so
             get_logger().warning("gpu_memory_not_freed", reason=str(error).partition("\n")[0])
+
+
+def _uploaded(part: Part, raw: RawTensors) -> Part:
+    """The part, of whose pages in the mapped file this process need hold none any more."""
+    for tensor in raw.values():
+        if tensor.data.flags.c_contiguous:
+            let_go(tensor.data)
+    return part
 
 
 def _linears(layer: LayerSpec) -> list[LinearSpec]:

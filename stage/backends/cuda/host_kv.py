@@ -45,24 +45,32 @@ class HostKv:
         self._stale_on_host = {index: np.zeros(size, bool) for index in self._specs}
         self._stale_on_gpu = {index: np.zeros(size, bool) for index in self._specs}
         self._returns: deque[_Return] = deque()
+        self._written: tuple[Batch | None, np.ndarray] = (None, np.empty(0, np.int64))  # of the last batch
         self._views = {index: self._host_views(index) for index in self._specs}
 
     def before_host(self, layer: int, batch: Batch) -> None:
         """Everything that the batch's rows attend over is in host memory. Waits for the GPU if it must."""
         while self._returns:
             self._arrive(self._returns.popleft())
-        stale = self._needed(batch, self._stale_on_host[layer])
-        if len(stale):
-            self._arrive(self._fetch(layer, stale))
+        stale = self._stale_on_host[layer]
+        if stale.any():  # seldom: a step of another kind has just been
+            needed = self._needed(batch, stale)
+            if len(needed):
+                self._arrive(self._fetch(layer, needed))
 
     def after_host(self, layer: int, batch: Batch) -> None:
-        written = batch.slots // self.host.block_size
+        if self._written[0] is not batch:
+            self._written = (batch, np.unique(batch.slots // self.host.block_size))
+        written = self._written[1]
         self._stale_on_host[layer][written] = False
         self._stale_on_gpu[layer][written] = True
 
     def before_gpu(self, layer: int, batch: Batch) -> None:
         """The same on the GPU, for work that is now put on the current stream."""
-        stale = self._needed(batch, None if layer in self._shared else self._stale_on_gpu[layer])
+        shared, all_stale = layer in self._shared, self._stale_on_gpu[layer]
+        if not (shared or all_stale.any()):
+            return
+        stale = self._needed(batch, None if shared else all_stale)
         if not len(stale):
             return
         while any(one.layer == layer for one in self._returns):

@@ -22,6 +22,7 @@ from stage.backends.cuda.host_layers import HostLayers
 from stage.backends.cuda.host_pool import BlobLayout, HostPool, fill, raw_tensors_in
 from stage.backends.cuda.kv_cache import CudaKvCache
 from stage.backends.cuda.linear import Linear
+from stage.backends.cuda.pace import Pace
 from stage.backends.cuda.read_ahead import ReadAhead
 from stage.backends.cuda.repack import PackedMatrix, packed_bytes
 from stage.backends.cuda.repacker import MatrixRecipe, Source
@@ -31,7 +32,6 @@ from stage.backends.cuda.weights import Layer, WeightLoader
 from stage.model.spec import LayerSpec, TensorRef, tensor_refs
 from stage.placement import RING_SLOTS, Place, pinned_layers
 from stage.weights.loader import raw_tensors
-from stage.weights.paging import let_go
 from stage.weights.quants import RawTensor
 
 FEW_ROWS = 2  # most rows of a step that runs as `places` say
@@ -104,6 +104,7 @@ class OffloadedLayers:
         self._few_order = self._order(self.places, Place.STREAMED)
         self._batch_order = self._order(self._batch_places, Place.STREAMED)
         self._prefill_order = self._order(self.places, Place.STREAMED, Place.HOST)
+        self._pace = Pace()
         self._on_host: frozenset[int] = frozenset()  # in the step that has begun
 
     # --- load ---------------------------------------------------------------------------------------------
@@ -142,8 +143,6 @@ class OffloadedLayers:
         if self._host is not None and self.places[spec.index] == Place.HOST:
             ours = raw if blob is None else {**raw, **raw_tensors_in(layout, blob)}
             self._host.prepare(spec, ours)
-        for tensor in layout.tensors.values():
-            let_go(tensor.raw.data)
         return OffloadedLayer(spec, views)
 
     def allocate_kv(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> CudaKvCache:
@@ -166,18 +165,25 @@ class OffloadedLayers:
         if batch.num_rows <= HOST_ROWS:
             self.begin_decode(batch.num_rows)
             return
-        self._loader = None
+        self._end_of_load()
         self._on_host = frozenset()
         pairs = zip(self._prefill_order, self._few_order, strict=False)
         common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self._few_order))
         self.stream.follow(self._prefill_order, common)
 
     def begin_decode(self, num_rows: int) -> None:
-        self._loader = None
+        self._end_of_load()
+        self._pace.step(num_rows)
         few = num_rows <= FEW_ROWS
         places = self.places if few else self._batch_places
         self._on_host = frozenset(index for index, place in places.items() if place == Place.HOST)
         self.stream.follow(self._few_order if few else self._batch_order)
+
+    def _end_of_load(self) -> None:
+        """What preparing layers took is given back: others may want it, and the budget counts it."""
+        if self._loader is not None:
+            self._loader = None
+            torch.cuda.empty_cache()
 
     def run(
         self, layer: OffloadedLayer, kv: CudaKvCache, batch: Batch, rows: Rows, hidden_states: torch.Tensor
