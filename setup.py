@@ -77,7 +77,11 @@ class BuildNative(build_ext):
     def _build(self, ext: Extension) -> None:
         checks = SANITIZE if os.environ.get(SANITIZE_VARIABLE) else []
         variants = MACHINES.get(platform.machine(), {"plain": []})
-        units = [(str(NATIVE / f"{name}.cpp"), name, ["-O2"]) for name in ("api", "engine", "layer", "pool")]
+        units = [
+            (str(path), path.stem, ["-O2"])
+            for path in sorted(NATIVE.glob("*.cpp"))
+            if path.name != "variant.cpp"
+        ]
         for variant, flags in variants.items():
             optimise = OPTIMISE.get(variant, "-O3")
             defines = [f"-DPIPELLM_VARIANT={variant}"]

@@ -103,23 +103,23 @@ bool product(Engine* engine, const Norm* norm, const Matrix* matrix, float softc
   int32_t chunk = chunk_rows(matrix->rows, engine->threads, rows);
   const Kernels& k = *engine->kernels;
   on_all_threads(engine, [&](int thread) {
-    for (int64_t row = engine->draw(0); row < rows; row = engine->draw(0)) {
+    engine->for_units(0, thread, rows, [&](int64_t row) {
       float* to = in.f32 + row * in.stride;
       if (norm)
         k.rms_norm(x + row * matrix->cols, norm, to);
       else
         memcpy(to, x + row * matrix->cols, matrix->cols * sizeof(float));
       if (form != FORM_F32) k.quantise(&in, form, row, 0, matrix->cols);
-    }
+    });
     engine->pool->barrier();
-    for (int64_t start = engine->draw(1) * chunk; start < matrix->rows; start = engine->draw(1) * chunk) {
-      int32_t end = (int32_t)std::min<int64_t>(start + chunk, matrix->rows);
-      multiply(*engine, *matrix, 0, (int32_t)start, end, in, nullptr, rows, y, matrix->rows,
+    engine->for_units(1, thread, (matrix->rows + chunk - 1) / chunk, [&](int64_t unit) {
+      int32_t start = (int32_t)unit * chunk, end = std::min(start + chunk, matrix->rows);
+      multiply(*engine, *matrix, 0, start, end, in, nullptr, rows, y, matrix->rows,
                scratch + thread * Arena::rounded(kScratchBytes));
       if (softcap > 0)
         for (int32_t row = 0; row < rows; row++)
-          k.softcap(y + (int64_t)row * matrix->rows + start, softcap, end - (int32_t)start);
-    }
+          k.softcap(y + (int64_t)row * matrix->rows + start, softcap, end - start);
+    });
   });
   return true;
 }
@@ -152,6 +152,7 @@ Engine* pipellm_create(const char* variant, int32_t threads, const int32_t* cpus
     engine->kernels = all[i].kernels;
     engine->exact = exact != 0;
     engine->threads = threads;
+    engine->counters.reset(new Engine::Counter[Engine::kPhases * threads]);
     engine->cpus.assign(cpus, cpus + num_cpus);
     engine->pool.reset(new Pool(threads, engine->cpus));
     engine->fork_generation = fork_generation.load();
@@ -228,17 +229,14 @@ double pipellm_read_seconds(Engine* engine, const uint8_t* data, int64_t bytes) 
   Turn turn(engine);
   constexpr int64_t kPiece = 1 << 20;
   engine->reset_counters();
-  std::atomic<uint64_t> sink{0};
+  std::atomic<int64_t> sink{0};
   auto start = std::chrono::steady_clock::now();
-  on_all_threads(engine, [&](int) {
-    uint64_t sum[8] = {};
-    for (int64_t at = engine->draw(0) * kPiece; at < bytes; at = engine->draw(0) * kPiece) {
-      int64_t words = std::min(kPiece, bytes - at) / 64 * 8;
-      const uint64_t* p = reinterpret_cast<const uint64_t*>(data + at);
-      for (int64_t i = 0; i < words; i += 8)
-        for (int j = 0; j < 8; j++) sum[j] += p[i + j];
-    }
-    for (uint64_t part : sum) sink.fetch_add(part, std::memory_order_relaxed);
+  on_all_threads(engine, [&](int thread) {
+    int64_t sum = 0;
+    engine->for_units(0, thread, (bytes + kPiece - 1) / kPiece, [&](int64_t piece) {
+      sum += engine->kernels->sum_bytes(data + piece * kPiece, std::min(kPiece, bytes - piece * kPiece));
+    });
+    sink.fetch_add(sum, std::memory_order_relaxed);
   });
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }

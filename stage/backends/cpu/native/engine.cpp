@@ -79,7 +79,17 @@ Activations take_activations(Arena& arena, int64_t rows, int64_t width) {
 }
 
 int32_t chunk_rows(int32_t rows, int32_t threads, int32_t n) {
-  // Several chunks a thread, so that a slow one costs little; few enough that drawing them costs nothing.
-  int32_t chunk = (rows / (threads * 8) + 31) / 32 * 32;
-  return n >= kPanelMinRows ? std::clamp(chunk, 32, 64) : std::clamp(chunk, 32, 512);
+  if (n >= kPanelMinRows) return std::clamp((rows / (threads * 8) + 31) / 32 * 32, 32, 64);
+  // Several chunks a thread, so that a slow one costs little; few enough that drawing them costs nothing; of those
+  // the number that leaves the threads most nearly the same.
+  int32_t best = 32, least = INT32_MAX;
+  for (int32_t chunks = 4; chunks <= 8; chunks++) {
+    int32_t chunk = std::clamp((rows / (threads * chunks) + 31) / 32 * 32, 32, 512);
+    int32_t units = (rows + chunk - 1) / chunk, busiest = (units + threads - 1) / threads * chunk;
+    if (busiest < least) {
+      best = chunk;
+      least = busiest;
+    }
+  }
+  return best;
 }

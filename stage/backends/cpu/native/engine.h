@@ -31,16 +31,29 @@ struct Engine {
   std::unique_ptr<Pool> pool;
   unsigned fork_generation;
   Arena arena;
-  // Numbered units of work that threads draw from, one counter a phase.
-  static constexpr int kCounters = 16;
+  // Numbered units of work that threads draw from.
+  static constexpr int kPhases = 16;
   struct alignas(64) Counter {
     std::atomic<int64_t> next{0};
-  } counters[kCounters];
+  };
+  std::unique_ptr<Counter[]> counters;  // [kPhases, threads]
 
   void reset_counters() {
-    for (Counter& c : counters) c.next.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < kPhases * threads; i++) counters[i].next.store(0, std::memory_order_relaxed);
   }
-  int64_t draw(int phase) { return counters[phase].next.fetch_add(1, std::memory_order_relaxed); }
+
+  // Calls fn for each unit of a phase on some thread. A thread begins with its own share, in order, so that it reads
+  // weights from one end to the other; then it helps the others.
+  template <class Fn>
+  void for_units(int phase, int thread, int64_t units, Fn fn) {
+    for (int i = 0; i < threads; i++) {
+      int64_t owner = (thread + i) % threads, first = units * owner / threads;
+      int64_t count = units * (owner + 1) / threads - first;
+      std::atomic<int64_t>& next = counters[phase * threads + owner].next;
+      auto draw = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
+      for (int64_t unit = draw(); unit < count; unit = draw()) fn(first + unit);
+    }
+  }
 };
 
 // A pass's rows at most; longer batches go through a layer in several passes.

@@ -66,6 +66,8 @@ struct Kernels {
   void (*attention)(const KvHead*, const float* const* queries, const int32_t* last, int32_t n, int32_t begin,
                     int32_t end, int32_t window, float scale, float softcap, float* const* out, float* maximum,
                     float* sum, void* scratch);
+  // reads whole vectors of 256 bytes as fast as it can; the result only keeps the reading alive
+  int64_t (*sum_bytes)(const uint8_t*, int64_t bytes);
 };
 
 constexpr int32_t kPanelRows = 8;        // weight rows side by side in a panel

@@ -170,3 +170,13 @@ void store_kv(const float* x, int32_t dim, int32_t type, uint8_t* out) {
     store(out + 2, narrow8(narrow16(r[0], r[1]), narrow16(r[2], r[3])));
   }
 }
+
+int64_t sum_bytes(const uint8_t* p, int64_t bytes) {
+  i32x8 sum[8] = {};
+  for (const uint8_t* end = p + bytes / 256 * 256; p < end; p += 256) {
+    for (int line = 0; line < 256; line += 64) __builtin_prefetch(p + line + kDecodePrefetchBytes);
+    for (int i = 0; i < 8; i++) sum[i] += load<i32x8>(p + 32 * i);
+  }
+  for (int i = 1; i < 8; i++) sum[0] += sum[i];
+  return hsum_i32(sum[0]);
+}

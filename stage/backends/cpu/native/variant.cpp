@@ -31,6 +31,6 @@ extern "C" {
 extern const Kernels TABLE(PIPELLM_VARIANT);
 const Kernels TABLE(PIPELLM_VARIANT) = {
     STRING(PIPELLM_VARIANT), matvec, matmul, fast_i8, quantise, dequantise, rms_norm,  gated,
-    add,                     add_scaled, softcap, rope, store_kv, attention,
+    add,                     add_scaled, softcap, rope, store_kv, attention, sum_bytes,
 };
 }
