@@ -1,4 +1,4 @@
-"""Blobs in host memory: from the mapped file, from a ring that reads ahead; and where nothing can be pinned."""
+"""Blobs in host memory: of the mapped file, of a ring that reads ahead; and where nothing can be pinned."""
 
 from __future__ import annotations
 
