@@ -4,8 +4,9 @@ poisoned."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from gguf import GGMLQuantizationType as GGMLType
 from benchmarks.synth_model import Shape, write
 from common.errors import CorruptDataError
 from common.gguf.reader import GGUFFile
-from stage.backends.base import DecodeRow, make_batch
+from stage.backends.base import DecodeRow, RawTensors, make_batch
 from stage.model.registry import build_spec
 from stage.model.spec import tensor_refs
 from stage.placement import Place, keep_hosts
@@ -64,7 +65,11 @@ class Model:
         self.head = backend.prepare_head(spec.head, self._raw(spec.head))
         self.decoder = backend.decoder(self.embedding, self.layers, self.head, self.kv, 512)
 
-    def _raw(self, part: object) -> Mapping:  # type: ignore[type-arg]
+    @property
+    def offloaded(self) -> Any:
+        return self.backend.offloaded
+
+    def _raw(self, part: object) -> RawTensors:
         return raw_tensors(self.file, tensor_refs(part))
 
     def forward(self, start: int, ids: list[int]) -> torch.Tensor:
@@ -142,7 +147,7 @@ def test_layers_read_from_the_file_give_the_same_bits(
         monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     layer_bytes = sum(raw.nbytes + 8192 for raw in raw_tensors(file, tensor_refs(spec.layers[0])).values())
     model = load(path, (S,) * 9, pinned_bytes=6 * layer_bytes, prefetch=prefetch)
-    assert 0 < len(model.backend.offloaded._blobs.pinned) < 6
+    assert 0 < len(model.offloaded._blobs.pinned) < 6
     for a, b in zip(want, results(model), strict=True):
         assert torch.equal(a.cpu(), b.cpu())
 
@@ -214,7 +219,7 @@ def delays_and_poison() -> Callable[..., None]:
 def test_delays_and_poison_change_nothing(path: Path, load: Callable[..., Model]) -> None:
     want = results(load(path, (R,) * 9))
     model = load(path, PLACES["alternating"])
-    model.backend.offloaded.stream.hook = delays_and_poison()
+    model.offloaded.stream.hook = delays_and_poison()
     for a, b in zip(want, results(model), strict=True):
         assert torch.equal(a.cpu(), b.cpu())
 
@@ -227,7 +232,7 @@ def test_without_any_one_event_the_race_is_seen(
     """The check above would not pass by luck: each of the four waits is needed."""
     want = results(load(path, (R,) * 9))
     model = load(path, (S,) * 9)
-    stream = model.backend.offloaded.stream
+    stream = model.offloaded.stream
     removed = [getattr(slot, event) for slot in getattr(stream, slots)]
     wait = stream._wait
     stream._wait = lambda on, what: None if any(what is one for one in removed) else wait(on, what)

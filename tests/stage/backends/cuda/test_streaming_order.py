@@ -154,7 +154,7 @@ def accounted(account: Account, host: Host, prefetch: bool = True) -> Iterator[W
                 if not any(what is one for one in left_out):
                     wait(on, what)
 
-            stream._wait = without  # type: ignore[method-assign]
+            stream._wait = without  # type: ignore[assignment,method-assign]
         yield stream
 
 
