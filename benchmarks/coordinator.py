@@ -4,7 +4,7 @@ nothing but wait as long as a forward would take.
     python benchmarks/coordinator.py MODEL.gguf [--iteration-ms 0.5] [--sequences N] [--tokens N] [-r 3]
 
 MODEL lends its tokenizer. The best rate that can come out is sequences / iteration time. The stage reports as
-a real one does (`stage.epoch`). Coordinator flags after `--` are passed on. The last line is one JSON object.
+a real one does (`stage.epoch`). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def mesh(arguments: argparse.Namespace) -> Iterator[tuple[Client, int]]:
         address = f"unix:{folder}/coordinator.sock"
         command = [
             sys.executable, "-m", "coordinator", "--listen", address, "--model-dir", str(model.parent),
-            "--model", model.stem, "--max-sequences", str(arguments.sequences), *arguments.flags,
+            "--model", model.stem, "--max-sequences", str(arguments.sequences),
+            "--repeat", str(arguments.repeat), "--run-ahead", str(arguments.run_ahead),
         ]  # fmt: skip
         stage = multiprocessing.get_context("spawn").Process(
             target=serve,
@@ -204,7 +205,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=1000, help="of each answer")
     parser.add_argument("-r", "--repetitions", type=int, default=3)
-    parser.add_argument("flags", nargs="*", help="of the coordinator, after --")
+    parser.add_argument("--repeat", type=int, default=0, help="the coordinator's setting")
+    parser.add_argument("--run-ahead", type=int, default=0, help="the coordinator's setting")
     arguments = parser.parse_args()
     with mesh(arguments) as (client, pid):
         measure(client, pid, 1, 32)  # warm

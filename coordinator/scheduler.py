@@ -229,7 +229,7 @@ class Scheduler:
         return (
             has_prompt
             or group.sampling_steps_in_flight < 2
-            or in_flight <= 2 * self._most_iterations(group)
+            or in_flight <= self._most_iterations(group) // 2  # the small steps of a beginning
         )
 
     def _prompt_steps_allowed(self, group: Group) -> int:

@@ -201,6 +201,15 @@ def test_two_steps_are_in_flight_whatever_their_size() -> None:
     driver.drain()
 
 
+def test_little_is_in_flight_at_first_so_that_others_who_come_then_need_not_wait() -> None:
+    driver = Driver(BY_TIME, 0.00161)
+    driver.add([1, 2, 3], 300)
+    driver.drain()
+    driver.add([4, 5, 6], 300)
+    assert [step.repeat for step in driver.schedule_all() if step.items] == [1, 1, 2, 4]  # 13 of 25 ms
+    driver.drain()
+
+
 def test_steps_shrink_within_a_few_when_iterations_become_slow() -> None:
     driver = Driver(BY_TIME, 0.00101)
     driver.add([1, 2, 3], 900)
