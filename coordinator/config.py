@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from common import log, rpc
 from common.errors import ConfigError
 from common.settings import check_ranges
+from coordinator.pace import MAX_REPEAT
 
 _MAX_COUNT = 2**31 - 1  # counts travel as uint32 and are added to one another
 _MAX_WAIT_S = 1e6
 _RANGES = {
     "min_stages": (1, _MAX_COUNT), "context_length": (0, _MAX_COUNT), "kv_block_size": (1, _MAX_COUNT),
     "max_step_tokens": (1, _MAX_COUNT), "max_sequences": (1, _MAX_COUNT), "max_waiting": (0, _MAX_COUNT),
-    "run_ahead": (0, _MAX_COUNT), "repeat": (0, _MAX_COUNT),
+    "run_ahead": (0, _MAX_COUNT), "repeat": (0, MAX_REPEAT),
     "lease_s": (0.1, 3600.0), "load_timeout_s": (0.1, _MAX_WAIT_S), "step_timeout_s": (0.1, _MAX_WAIT_S),
     "drain_s": (0.0, _MAX_WAIT_S),
 }  # fmt: skip

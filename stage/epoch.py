@@ -27,6 +27,7 @@ class Responses:
         self._changed = threading.Condition()
         self._waiting: list[stage_pb2.ExecuteResponse] = []
         self._complete = False  # a step's end is among them
+        self._urgent = False  # the reader has waited long enough for that
         self._reason: PipeLLMError | None = None
         self._taken_s = 0.0
 
@@ -35,8 +36,9 @@ class Responses:
             self._waiting.append(response)
             complete = bool(response.acknowledged_steps)
             # The engine has better to do than to wake the reader for each iteration.
-            if len(self._waiting) == 1 or (complete and not self._complete):
+            if self._urgent or (complete and not self._complete):
                 self._changed.notify()
+            self._urgent = False
             self._complete |= complete
 
     def end(self, reason: PipeLLMError) -> None:
@@ -48,10 +50,10 @@ class Responses:
     def take(self) -> tuple[stage_pb2.ExecuteResponse | None, PipeLLMError | None]:
         """The next message, and what ends the stream. Waits until there is one or the other."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._reason)
             wait_s = self._taken_s + REPORT_S - time.monotonic()
-            if wait_s > 0:
-                self._changed.wait_for(lambda: self._complete or self._reason, wait_s)
+            self._changed.wait_for(lambda: self._complete or self._reason, max(0.0, wait_s))
+            self._urgent = not self._waiting
+            self._changed.wait_for(lambda: self._waiting or self._reason)
             waiting, self._waiting, self._complete = self._waiting, [], False
             self._taken_s = time.monotonic()
             reason = self._reason
