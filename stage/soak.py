@@ -11,7 +11,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -64,15 +64,22 @@ def make_schedule(seed: int, num_iterations: int, vocab_size: int, max_context: 
 
 
 def play(
-    file: GGUFFile, spec: ModelSpec, backend: Backend, schedule: Schedule, delays: bool = False
+    file: GGUFFile,
+    spec: ModelSpec,
+    backend: Backend,
+    schedule: Schedule,
+    delays: bool = False,
+    loaded: Callable[[Backend], None] = lambda backend: None,
 ) -> list[Drawn]:
-    """All draws of a schedule, in order. Closes the backend. Raises what the engine ends with."""
+    """All draws of a schedule, in order. `loaded` is called once the layers are there. Closes the backend.
+    Raises what the engine ends with."""
     answers: queue.SimpleQueue[stage_pb2.ExecuteResponse | PipeLLMError] = queue.SimpleQueue()
     num_layers = len(spec.layers)
     runner = Runner.load(
         backend, file, spec, 0, num_layers, embedding=True, head=True,
         num_kv_blocks=schedule.num_blocks, kv_block_size=BLOCK_SIZE,
     )  # fmt: skip
+    loaded(backend)
     table = SequenceTable(schedule.num_blocks, BLOCK_SIZE, _MAX_STEP_TOKENS, spec.vocab_size)
     engine = Engine(runner, table, 1, 0, answers.put, answers.put)
     listener = _Listener(answers)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,12 @@ from common.gguf.tokenizer import Tokenizer
 from stage import soak
 from stage.backends.base import Backend, make_batch
 from stage.backends.choose import backend_factory
+from stage.backends.cuda import race_check
 from stage.backends.reference import ReferenceBackend
 from stage.config import ACCURACIES, BACKENDS, KV_DTYPES, StageConfig
 from stage.model.registry import build_spec
 from stage.model.spec import ModelSpec
+from stage.placement import Place
 from stage.runner import Runner
 from stage.soak import Difference, Schedule
 
@@ -62,6 +65,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--soak", type=int, metavar="N", help="forwards of the soak (default: 1000, with --text 0)"
     )
+    parser.add_argument(
+        "--streaming", action="store_true", help="the soak also with layers streamed and on the host (a GPU)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the soak (default: 0)")
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
     parser.add_argument("--device", default="auto")
@@ -86,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
                 if not flags.json:
                     _print_agreement(agreement)
             if num_forwards > 0:
-                schedule, differences = soak_ways(file, config, flags.seed, num_forwards)
+                schedule, differences = soak_ways(file, config, flags.seed, num_forwards, flags.streaming)
                 report["soak"] = {
                     "forwards": schedule.num_iterations,
                     "sequences": schedule.num_sequences,
@@ -102,24 +108,46 @@ def main(argv: Sequence[str]) -> int:
 
 
 def soak_ways(
-    file: GGUFFile, config: StageConfig, seed: int, num_forwards: int
+    file: GGUFFile, config: StageConfig, seed: int, num_forwards: int, streaming: bool = False
 ) -> tuple[Schedule, dict[str, Difference | None]]:
-    """Plays one schedule as a stage would, and each way that must agree: where they first differ."""
+    """Plays one schedule as a stage would, and each way that must agree: where they first differ.
+
+    `streaming`: also with layers off the GPU. Streamed layers must agree with resident ones, host layers with
+    themselves, however streams are delayed."""
     spec = build_spec(file)
     schedule = soak.make_schedule(seed, num_forwards, spec.vocab_size, spec.context_length)
 
-    def play(graphs: bool, delays: bool) -> list[soak.Drawn]:
-        backend = backend_factory(replace(config, graphs=graphs))()
+    def play(delays: bool = False, disturbed: bool = False, **settings: Any) -> list[soak.Drawn]:
+        backend = backend_factory(replace(config, **settings))()
         backend.check(spec)
         on_cuda.append(backend.name == "cuda")
-        return soak.play(file, spec, backend, schedule, delays)
+        loaded = race_check.disturb if disturbed else lambda backend: None
+        return soak.play(file, spec, backend, schedule, delays, loaded)
 
     on_cuda: list[bool] = []
-    want = play(graphs=True, delays=False)
-    ways = {"played again": (True, False), "with delays": (True, True)}
+    want = play()
+    if streaming and not on_cuda[0]:
+        raise InvalidRequestError("--streaming checks a GPU's streams; this stage computes on the CPU")
+    plays = {"played again": play(), "with delays": play(delays=True)}
     if on_cuda[0]:
-        ways["without graphs"] = (False, False)
-    return schedule, {name: soak.first_difference(want, play(*way)) for name, way in ways.items()}
+        plays["without graphs"] = play(graphs=False)
+    differences = {name: soak.first_difference(want, drawn) for name, drawn in plays.items()}
+    if streaming:
+        streamed = placement_of(len(spec.layers), (Place.STREAMED, Place.RESIDENT))
+        mixed = placement_of(len(spec.layers), (Place.STREAMED, Place.HOST, Place.RESIDENT))
+        for name, drawn in (
+            ("streamed", play(placement=streamed)),
+            ("stream disturbed", play(True, True, placement=streamed)),
+        ):
+            differences[name] = soak.first_difference(want, drawn)
+        on_host = play(placement=mixed), play(True, True, placement=mixed)
+        differences["host disturbed"] = soak.first_difference(*on_host)
+    return schedule, differences
+
+
+def placement_of(num_layers: int, turns: Sequence[Place]) -> str:
+    """A placement in which these take turns, as the setting says it."""
+    return ",".join(f"{layer}={turns[layer % len(turns)].value}" for layer in range(num_layers))
 
 
 def _print_agreement(agreement: Agreement) -> None:

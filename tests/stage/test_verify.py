@@ -11,6 +11,7 @@ import torch
 from common.gguf.reader import GGUFFile
 from stage import verify
 from stage.backends.reference import ReferenceBackend
+from stage.placement import Place, parse_places
 from tests.gguf_files import write_tiny_llama
 
 WINDOWS = [np.arange(3, 43, dtype=np.int32), np.arange(100, 120, dtype=np.int32)]
@@ -75,3 +76,15 @@ def test_the_soak_by_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(verify.soak, "play", lambda *_: next(plays))
     assert verify.main(arguments[:-1]) == 1
     assert "with delays       DIFFERS first in sequence 1 at position 5: [40, 0.0]" in capsys.readouterr().out
+
+
+def test_streaming_is_checked_on_a_gpu_alone(tmp_path, capsys):
+    model = write_tiny_llama(tmp_path / "tiny.gguf", layers=1)
+    arguments = [str(model), "--soak", "3", "--streaming", "--backend", "reference"]
+    assert verify.main(arguments) == 1
+    assert "--streaming" in capsys.readouterr().err
+
+
+def test_places_take_turns():
+    text = verify.placement_of(3, (Place.STREAMED, Place.HOST))
+    assert parse_places(text) == {0: Place.STREAMED, 1: Place.HOST, 2: Place.STREAMED}

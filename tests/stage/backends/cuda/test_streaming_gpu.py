@@ -3,7 +3,6 @@ poisoned."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from benchmarks.synth_model import Shape, write
 from common.errors import CorruptDataError
 from common.gguf.reader import GGUFFile
 from stage.backends.base import DecodeRow, RawTensors, make_batch
+from stage.backends.cuda import race_check
 from stage.model.registry import build_spec
 from stage.model.spec import tensor_refs
 from stage.placement import Place, keep_hosts
@@ -202,24 +202,10 @@ def test_steps_of_one_and_of_many_rows_share_their_sequences(path: Path, load: C
 # --- races --------------------------------------------------------------------------------------------------
 
 
-def delays_and_poison() -> Callable[..., None]:
-    """Sleeps now and then on the stream at hand, and poisons a slot before it is written."""
-    rng = random.Random(0)
-
-    def hook(what: str, stream: torch.cuda.Stream, slot: torch.Tensor) -> None:
-        with torch.cuda.stream(stream):
-            if what != "compute":
-                slot.fill_(0xEE)
-            if rng.random() < 0.6:
-                torch.cuda._sleep(rng.randrange(2_000_000))
-
-    return hook
-
-
 def test_delays_and_poison_change_nothing(path: Path, load: Callable[..., Model]) -> None:
     want = results(load(path, (R,) * 9))
     model = load(path, PLACES["alternating"])
-    model.offloaded.stream.hook = delays_and_poison()
+    race_check.disturb(model.backend)
     for a, b in zip(want, results(model), strict=True):
         assert torch.equal(a.cpu(), b.cpu())
 
