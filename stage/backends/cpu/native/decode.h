@@ -4,9 +4,10 @@
 // Vector instructions are what limits here, the memory next, so these are few: nibbles are masked where they lie
 // (Reader::split), and the factors of all rows go through memory, from where a load spreads them over a vector.
 
-constexpr int kDecodeRows32 = 8, kDecodeRows256 = 2;  // weight rows together; blocks of 32 and of 256
-// Far enough that a single core's lines in flight keep the memory busy.
-constexpr int kDecodePrefetchBytes = 8192;
+// Weight rows together, and how far ahead of them lines are asked for, where blocks are of 32 and of 256: the more
+// rows, the less a processor's own prefetching sees of their order.
+constexpr int kDecodeRows32 = 8, kDecodeAhead32 = 16384;
+constexpr int kDecodeRows256 = 2, kDecodeAhead256 = 4096;
 
 // Keeps the compiler from turning a store and its loads into shuffles.
 #define IN_MEMORY(x) asm("" : "+m"(x))
@@ -18,10 +19,10 @@ struct OneRow {
 
 // Asks for `kBytes` of what is read some blocks from now: rows that are read together follow one another, and so
 // do what they ask for, block after block.
-template <int kBytes>
+template <int kBytes, int kAhead>
 INLINE void prefetch(const uint8_t* rows, int block) {
 #pragma GCC unroll 16
-  for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(rows + kDecodePrefetchBytes + block * kBytes + line);
+  for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(rows + kAhead + block * kBytes + line);
 }
 
 // factor[kStride r] = d times the activations' scale of row r's block; the minima's part is added to low.
@@ -92,7 +93,7 @@ INLINE void dot_rows32(const uint8_t* p, int64_t row_bytes, int blocks, const On
   f32x8 acc[R] = {};
   const uint8_t* rows = p;
   for (int b = 0; b < blocks; b++, p += F::kBytes) {
-    prefetch<R * F::kBytes>(rows, b);
+    prefetch<R * F::kBytes, kDecodeAhead32>(rows, b);
     float factor[R * kStride];
     factors.get(p, row_bytes, a.scale[b], a.sum32[b], factor);
     IN_MEMORY(factor);
@@ -130,7 +131,7 @@ INLINE void dot_rows256(const uint8_t* p, int64_t row_bytes, int blocks, const O
   f32x8 acc[R] = {}, low[R] = {};
   const uint8_t* rows = p;
   for (int b = 0; b < blocks; b++, p += F::kBytes) {
-    prefetch<R * F::kBytes>(rows, b);
+    prefetch<R * F::kBytes, kDecodeAhead256>(rows, b);
     f32x8 scale = load<f32x8>(a.scale + 8 * b);
     scale *= 1.0f / F::times();
     float factor[R][8 * kVectors];

@@ -174,7 +174,7 @@ void store_kv(const float* x, int32_t dim, int32_t type, uint8_t* out) {
 int64_t sum_bytes(const uint8_t* p, int64_t bytes) {
   i32x8 sum[8] = {};
   for (const uint8_t* end = p + bytes / 256 * 256; p < end; p += 256) {
-    for (int line = 0; line < 256; line += 64) __builtin_prefetch(p + line + kDecodePrefetchBytes);
+    for (int line = 0; line < 256; line += 64) __builtin_prefetch(p + line + kDecodeAhead256);
     for (int i = 0; i < 8; i++) sum[i] += load<i32x8>(p + 32 * i);
   }
   for (int i = 1; i < 8; i++) sum[0] += sum[i];
