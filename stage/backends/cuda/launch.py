@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from common.errors import PipeLLMError
-from stage.backends.cuda.compile import KernelName, compile_kernel
+from common.errors import DeviceLostError, PipeLLMError
+from stage.backends.cuda.compile import KernelName, capability, compile_kernel, family_of
 
-_PLAIN_SHARED_BYTES = 48 * 1024  # more must be asked for
+_PLAIN_SHARED_BYTES = 44 * 1024  # more must be asked for: beyond 48 KiB with what a kernel has itself
 
 
 Arguments = ctypes.Structure | tuple[ctypes.Structure, ...]
@@ -31,9 +31,12 @@ class LaunchObserver(Protocol):
 
 
 class Kernels:
-    """The loaded kernels of one device; makes each on first use."""
+    """The loaded kernels of one device; makes each on first use.
 
-    def __init__(self, device: torch.device, programmatic: bool = True) -> None:
+    `arch`: another than the device's own, as PTX that its driver compiles ("compute_75"): so that the kernels
+    for older GPUs run on a newer one."""
+
+    def __init__(self, device: torch.device, programmatic: bool = True, arch: str | None = None) -> None:
         from cuda.bindings import driver
 
         self._driver = driver
@@ -43,9 +46,10 @@ class Kernels:
             torch.cuda.current_stream()  # makes the context that modules are loaded into
             torch.zeros(1, device=device)
             properties = torch.cuda.get_device_properties(device)
-        self.arch = f"sm_{properties.major}{properties.minor}"
+        self.arch = arch or f"sm_{properties.major}{properties.minor}"
+        self.family = family_of(self.arch)
         self.num_multiprocessors: int = properties.multi_processor_count
-        self.programmatic = programmatic and properties.major >= 9
+        self.programmatic = programmatic and capability(self.arch) >= 90
         self.observer: LaunchObserver | None = None
         self._functions: dict[tuple[str, str], Any] = {}
         self._shared: dict[tuple[str, str], int] = {}
@@ -58,7 +62,9 @@ class Kernels:
         if int(code) != 0:
             _, name = self._driver.cuGetErrorName(code)
             _, text = self._driver.cuGetErrorString(code)
-            raise PipeLLMError(f"CUDA error while {doing}: {name.decode()}: {text.decode()}")
+            # From 700 on (an illegal address is 700) the context is broken for good; 2 is out of memory.
+            kind = DeviceLostError if int(code) >= 700 or int(code) == 2 else PipeLLMError
+            raise kind(f"CUDA error while {doing}: {name.decode()}: {text.decode()}")
 
     def prepare(self, names: set[tuple[str, str]]) -> None:
         """Compiles what is not in the cache, several at a time, and loads all. (source, expression) each."""

@@ -1,0 +1,74 @@
+"""Kernels for GPUs below 8.0 on the host's CPU: the sources themselves, compiled as C++ around host_cuda.h.
+
+`HostKernels` stands where `Kernels` does, so that grids, shared memory and arguments are the real ones too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from stage.backends.cuda.compile import KERNELS, Family
+from stage.backends.cuda.launch import Arguments
+
+# A function that is PTX inside.
+_FUNCTION = re.compile(
+    r"^(?:template <[^\n]*>\n)?DEVICE [^\n]*\{(?:[^\n]*\}|\n(?:[^}\n][^\n]*\n|\n)*\})\n", re.MULTILINE
+)
+
+
+def compile_on_host(compiler: str, folder: Path, sources: Sequence[str], kernels: dict[str, str]) -> Path:
+    """kernels: expression -> its structures, "LinearArgs" or "AttentionArgs, RopeArgs"."""
+    for path in KERNELS.iterdir():
+        text = path.read_text()
+        if path.name == "common.cuh":
+            text = _FUNCTION.sub(lambda match: "" if "asm" in match[0] else match[0], text)
+        (folder / path.name).write_text(text.replace("extern __shared__", "extern"))
+    lines = ['#include "host_cuda.h"', *(f'#include "{source}"' for source in sources)]
+    lines.append(
+        'extern "C" int host_launch(const char* name, const int* g, int threads, const void** args) {'
+    )
+    for expression, structures in kernels.items():
+        arguments = ", ".join(f"*(const {s}*)args[{i}]" for i, s in enumerate(structures.split(", ")))
+        call = f"launch({{g[0], g[1], g[2]}}, threads, [&] {{ {expression}({arguments}); }})"
+        lines.append(f'    if (!strcmp(name, "{expression}")) return {call}, 1;')
+    lines += ["    return 0;", "}"]
+    (folder / "host.cpp").write_text("\n".join(lines))
+    library = folder / "host.so"
+    here = str(Path(__file__).parent)
+    command = [compiler, "-O1", "-std=c++17", "-fPIC", "-shared", "-w", "-I", here, "-I", str(folder)]
+    subprocess.run([*command, str(folder / "host.cpp"), "-o", str(library)], check=True)
+    return library
+
+
+class HostKernels:
+    """Launches by name what `compile_on_host` made."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self.device = torch.device("cpu")
+        self.arch = "sm_75"
+        self.family = Family.FMA
+        self.num_multiprocessors = 40
+        self.expressions: list[str] = []
+
+    def launch(
+        self,
+        source: str,
+        expression: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        args: Arguments,
+        shared_bytes: int = 0,
+    ) -> None:
+        assert shared_bytes <= 48 << 10, "more than a plain launch may ask for"
+        structures = args if isinstance(args, tuple) else (args,)
+        pointers = (ctypes.c_void_p * len(structures))(*map(ctypes.addressof, structures))
+        self.expressions.append(expression)
+        found = self._library.host_launch(expression.encode(), (ctypes.c_int * 3)(*grid), threads, pointers)
+        assert found, f"{expression} was not compiled for the host"
