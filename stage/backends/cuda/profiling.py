@@ -218,18 +218,17 @@ class _Recorder:
     def after(self, expression: str, grid: tuple[int, int, int], args: Arguments) -> None:
         _mark(self._marks)
         self.events.append((self._marks[-2], self._marks[-1]))
-        self.launches.append(describe(expression, grid, args))
+        self.launches.append(describe(expression, args))
 
 
-def describe(expression: str, grid: tuple[int, int, int], args: Arguments) -> tuple[str, int]:
+def describe(expression: str, args: Arguments) -> tuple[str, int]:
     """A launch by kernel and shape, and the bytes of weights it reads (0 where it is no product)."""
     for part in args if isinstance(args, tuple) else (args,):
         if isinstance(part, LinearArgs):
             types = re.findall(r"\w+", expression.partition("<")[2])[:2]
             tile_bytes = [TILE_BYTES[GGMLType[name]] for name in types]
             tiles = list(part.row_tiles)
-            # A product with experts has a row of blocks for each token, which reads its own expert.
-            experts = grid[1] if part.experts else 1
+            experts = part.num_tokens if part.experts else 1  # each token reads its own
             size = sum(n * part.column_tiles * each for n, each in zip(tiles, tile_bytes, strict=True))
             shape = f"{sum(tiles) * TILE_ROWS} x {part.column_tiles * TILE_COLUMNS}"
             return f"{expression} {shape}", size * experts

@@ -12,20 +12,18 @@ def test_a_product_reads_its_packed_weights() -> None:
     args = LinearArgs()
     args.row_tiles[0], args.row_tiles[1], args.column_tiles = 256, 64, 16
     expression = "matvec<Q4_K, Q6_K, STORE, true, 8>"
-    name, size = describe(expression, (320, 1, 1), args)
+    name, size = describe(expression, args)
     assert name == f"{expression} 5120 x 4096"
     assert size == packed_bytes(GGMLType.Q4_K, 4096, 4096) + packed_bytes(GGMLType.Q6_K, 1024, 4096)
-    assert (
-        describe("matmul<Q4_K, Q6_K, 2, STORE>", (40, 6, 1), (args,))[1] == size
-    )  # columns split, not read twice
+    assert describe("matmul<Q4_K, Q6_K, 2, STORE>", (args,))[1] == size
 
 
 def test_experts_are_read_once_a_token() -> None:
     args = LinearArgs()
-    args.row_tiles[0], args.column_tiles, args.experts = 8, 2, 1
-    _, size = describe("matvec<Q8_0, Q8_0, GATED, true, 8>", (8, 6, 1), args)
+    args.row_tiles[0], args.column_tiles, args.experts, args.num_tokens = 8, 2, 1, 6
+    _, size = describe("matvec<Q8_0, Q8_0, GATED, true, 8>", args)
     assert size == 6 * packed_bytes(GGMLType.Q8_0, 128, 512)
 
 
 def test_other_kernels_have_no_weights() -> None:
-    assert describe("greedy", (16, 1, 1), GreedyArgs()) == ("greedy", 0)
+    assert describe("greedy", GreedyArgs()) == ("greedy", 0)
