@@ -217,6 +217,23 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
             raise InvalidRequestError("Load: epoch, kv_block_size and max_step_tokens must be positive")
         if request.round or request.shard_count > 1:
             raise UnsupportedModelError("Load: several rounds or shards of a window are not supported yet")
+        try:
+            return self._try_load(request, on_progress, cancelled)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            reason = str(error)
+        # Another process took memory since it was looked at: once more, within what is left.
+        self._log.warning("load_repeated", reason=reason)
+        try:
+            return self._try_load(request, on_progress, cancelled)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise OutOfCapacityError(f"stage {self._stage_id}: out of memory at load: {error}") from error
+
+    def _try_load(
+        self,
+        request: stage_pb2.LoadRequest,
+        on_progress: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+    ) -> LoadedEpoch:
         backend = self._make_backend()
         try:
             with self._open(request) as file:
@@ -227,9 +244,6 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
                     embedding=request.embedding, head=request.head, num_kv_blocks=request.num_kv_blocks,
                     kv_block_size=request.kv_block_size, on_progress=on_progress, cancelled=cancelled,
                 )  # fmt: skip
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            backend.close()
-            raise OutOfCapacityError(f"stage {self._stage_id}: out of memory at load: {error}") from error
         except BaseException:
             backend.close()
             raise

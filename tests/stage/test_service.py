@@ -270,6 +270,28 @@ def test_no_memory_at_load_is_no_lost_device(server: Server, monkeypatch: pytest
     assert server.lost.empty()
 
 
+def test_memory_that_another_took_meanwhile_costs_a_second_look(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second load sees less free memory, and places fewer layers there where it can."""
+    placed: list[int] = []
+    prepare = ReferenceBackend.prepare_layer
+
+    def prepare_once_more(self: ReferenceBackend, spec: Any, raw: Any) -> Any:
+        if len(placed) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return prepare(self, spec, raw)
+
+    def place(self: ReferenceBackend, file: object, layers: object, other_bytes: int, kv_tokens: int) -> bool:
+        placed.append(kv_tokens)
+        return False
+
+    monkeypatch.setattr(ReferenceBackend, "place", place)
+    monkeypatch.setattr(ReferenceBackend, "prepare_layer", prepare_once_more)
+    server.load()
+    assert placed == [steps.NUM_BLOCKS * steps.BLOCK_SIZE] * 2
+
+
 def test_unload_ends_execute(server: Server, execute: Callable[[int], Execution]) -> None:
     execution = execute(server.load())
     execution.run(steps.prompt_step(1, 3, PROMPT, [0]))

@@ -105,6 +105,7 @@ class CudaBackend:
         return kv_cache.kv_bytes_per_token(layer)
 
     def memory_budget_bytes(self) -> int:
+        torch.cuda.empty_cache()  # what torch keeps for later is free, too
         free, total = torch.cuda.mem_get_info(self.device)
         stated = parse_amount(self.memory.gpu_memory, total)
         return max(0, (free if stated is None else min(free, stated)) - RESERVE_BYTES)
