@@ -31,9 +31,10 @@ from benchmarks.synth_model import SHAPES, write
 from common.gguf.reader import GGUFFile
 from stage.backends.base import DecodeRow, make_batch
 from stage.backends.cuda.backend import CudaBackend
+from stage.memory_settings import MemorySettings
 from stage.model.registry import build_spec
 from stage.model.spec import tensor_refs
-from stage.placement import MemorySettings, Place, arrange, describe, keep_hosts
+from stage.placement import Place, arrange, describe, keep_hosts
 from stage.sampler import SamplingOptions
 from stage.weights.loader import raw_tensors
 

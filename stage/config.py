@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from common import log, rpc
 from common.errors import ConfigError
 from common.settings import check_ranges
-from stage.placement import MemorySettings
+from stage.memory_settings import MemorySettings
 
 BACKENDS = ("auto", "reference", "cpu", "cuda")
 CARRIERS = ("auto", "shm", "grpc")

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, OutOfCapacityError
+from stage.memory_settings import MemorySettings, parse_amount, parse_places
 from stage.placement import (
     Budgets,
     LayerSize,
-    MemorySettings,
     Place,
     Rates,
     arrange,
@@ -20,8 +20,6 @@ from stage.placement import (
     describe,
     keep_hosts,
     measure,
-    parse_amount,
-    parse_places,
     pinned_layers,
 )
 

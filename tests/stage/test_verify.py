@@ -11,7 +11,8 @@ import torch
 from common.gguf.reader import GGUFFile
 from stage import verify
 from stage.backends.reference import ReferenceBackend
-from stage.placement import Place, parse_places
+from stage.memory_settings import parse_places
+from stage.placement import Place
 from tests.gguf_files import write_tiny_llama
 
 WINDOWS = [np.arange(3, 43, dtype=np.int32), np.arange(100, 120, dtype=np.int32)]

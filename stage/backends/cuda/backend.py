@@ -26,8 +26,9 @@ from stage.backends.cuda.pieces import AnyLayer
 from stage.backends.cuda.repack import packed_bytes
 from stage.backends.cuda.sampling import MAX_ROWS, RowSampler
 from stage.backends.cuda.weights import Embedding, Head, Layer, WeightLoader
+from stage.memory_settings import MemorySettings, parse_amount
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, ModelSpec, MoeFfnSpec, SpecPart
-from stage.placement import MemorySettings, Place, Placement, parse_amount
+from stage.placement import Place, Placement
 from stage.sampler import Drawn, SamplingOptions
 from stage.weights.paging import let_go
 from stage.weights.quants import RawTensor

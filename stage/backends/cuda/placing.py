@@ -30,20 +30,9 @@ from stage.backends.cuda.repack import packed_bytes
 from stage.backends.cuda.tile_map import MOVED_TYPES
 from stage.backends.host_memory import host_memory_budget_bytes
 from stage.backends.timing import active_share
+from stage.memory_settings import MemorySettings, parse_amount, parse_places
 from stage.model.spec import LayerSpec, tensor_refs
-from stage.placement import (
-    Budgets,
-    LayerSize,
-    MemorySettings,
-    Place,
-    Placement,
-    Rates,
-    choose,
-    describe,
-    measure,
-    parse_amount,
-    parse_places,
-)
+from stage.placement import Budgets, LayerSize, Place, Placement, Rates, choose, describe, measure
 from stage.weights.loader import raw_tensors
 
 if TYPE_CHECKING:
