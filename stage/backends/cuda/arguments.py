@@ -35,8 +35,7 @@ class LinearArgs(ctypes.Structure):
         ("next_weight", c_void_p),
         ("next_x", c_void_p),
         ("next_stride", c_int),
-        ("ahead", c_void_p),
-        ("ahead_bytes", c_uint64),
+        ("tiled", c_int),
         ("partial", c_void_p),
         ("arrived", c_void_p),
     ]
@@ -47,7 +46,7 @@ class DequantizeArgs(ctypes.Structure):
         ("tiles", c_void_p),
         ("out", c_void_p),
         ("exponent", c_int),
-        ("inverse", c_float),
+        ("power", c_int),
         ("column_tiles", c_int),
         ("rows", c_int),
         ("stride", c_int),
@@ -87,6 +86,7 @@ class OperandArgs(ctypes.Structure):
         ("squares", c_void_p),
         ("size", c_int),
         ("out_stride", c_int),
+        ("tiled", c_int),
     ]
 
 
@@ -97,6 +97,7 @@ class GatedArgs(ctypes.Structure):
         ("size", c_int),
         ("x_stride", c_int),
         ("out_stride", c_int),
+        ("tiled", c_int),
         ("activation", c_int),
         ("up_start", c_int),
         ("factor", c_float),
@@ -149,6 +150,7 @@ class AttentionArgs(ctypes.Structure):
         ("group_shift", c_int),
         ("head_dim", c_int),
         ("out_stride", c_int),
+        ("tiled", c_int),
         ("block_shift", c_int),
         ("window", c_int),
         ("softcap", c_float),

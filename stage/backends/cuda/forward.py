@@ -12,6 +12,7 @@ import torch
 
 from common.errors import PipeLLMError
 from stage.backends.base import Batch
+from stage.backends.cuda import fma
 from stage.backends.cuda.arguments import (
     AttentionArgs,
     CombineArgs,
@@ -21,6 +22,7 @@ from stage.backends.cuda.arguments import (
     RopeArgs,
     RouterArgs,
 )
+from stage.backends.cuda.compile import SPECIFIC, Family
 from stage.backends.cuda.kv_cache import CudaKvCache, head_stride
 from stage.backends.cuda.launch import Kernels
 from stage.backends.cuda.linear import MATMUL_ROWS, Epilogue, Linear, LinearOps, Norm, Operand, padded
@@ -31,6 +33,7 @@ SMALLEST_CONTEXT = 512
 _ATTENTION_PARTIAL_BYTES = 32 << 20
 _MAX_SPLITS = 64  # of a context, over blocks
 _SHORT_CONTEXT = 1024
+_GROUPS = 3  # warpgroups a block of prefill attention
 
 
 def context_bucket(length: int) -> int:
@@ -55,8 +58,8 @@ class Rows:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Rows:
-        # Attention looks up whole groups of 32 keys: with blocks of 8, up to 3 past the last.
-        width = max(len(sequence.block_table) for sequence in batch.sequences) + 3
+        # Attention looks up whole groups of 64 keys: with blocks of 8, up to 7 past the last.
+        width = max(len(sequence.block_table) for sequence in batch.sequences) + 7
         tables = np.zeros((len(batch.sequences), width), np.int32)
         decode: list[tuple[int, int, int, int]] = []
         prefill: list[tuple[int, int, int]] = []
@@ -101,7 +104,7 @@ class Forward:
         self.kernels = kernels
         self.linear = LinearOps(kernels)
         self.device = kernels.device
-        self._buffers: dict[tuple[str, int, bool], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, int, bool, int], torch.Tensor] = {}
         self._squares: dict[int, torch.Tensor] = {}
         floats = _ATTENTION_PARTIAL_BYTES // 4
         self._partial = torch.empty(floats, dtype=torch.float32, device=self.device)
@@ -161,10 +164,11 @@ class Forward:
 
     # --- parts ----------------------------------------------------------------------------------------------
 
-    def _buffer(self, name: str, num_rows: int, features: int) -> torch.Tensor:
-        """f16 [>= num_rows, padded(features)], zero past `features`. Up to 64 rows it never moves."""
+    def _buffer(self, name: str, num_rows: int, features: int, tiled: int = 0) -> torch.Tensor:
+        """An operand: f16 [>= num_rows, padded(features)], zero past `features`. Up to 64 rows it never
+        moves."""
         small = num_rows <= MATMUL_ROWS
-        key = (name, features, small)
+        key = (name, features, small, tiled)
         buffer = self._buffers.get(key)
         if buffer is None or len(buffer) < num_rows:
             shape = (MATMUL_ROWS if small else num_rows, padded(features))
@@ -177,7 +181,8 @@ class Forward:
         if size not in self._squares:
             shape = (MATMUL_ROWS, tiles)
             self._squares[size] = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        return Operand(self._buffer("normed", num_rows, size), self._squares[size], norm)
+        buffer = self._buffer("normed", num_rows, size, self.linear.tiled_rows(num_rows))
+        return Operand(buffer, self._squares[size], norm)
 
     def _operand(self, norm: Norm, x: torch.Tensor) -> Operand:
         num_rows, size = x.shape
@@ -191,6 +196,7 @@ class Forward:
             squares=self._squares[size].data_ptr(),
             size=size,
             out_stride=operand.x.stride(0),
+            tiled=self.linear.tiled_rows(num_rows),
         )
         self.kernels.launch("norm.cu", "rms_operand", (num_rows, -(-size // 512), 1), 256, args)
         return operand
@@ -272,7 +278,8 @@ class Forward:
             norm_eps=layer.q_norm.eps if layer.q_norm else 0.0,
             block_shift=kv.block_shift,
         )
-        out = self._buffer("attended", num_rows, spec.num_heads * spec.head_dim)
+        tiled = self.linear.tiled_rows(num_rows)
+        out = self._buffer("attended", num_rows, spec.num_heads * spec.head_dim, tiled)
         group = spec.num_heads // spec.num_kv_heads
         group_shift = (group - 1).bit_length()
         args = AttentionArgs(
@@ -291,6 +298,7 @@ class Forward:
             group_shift=group_shift,
             head_dim=spec.head_dim,
             out_stride=out.stride(0),
+            tiled=tiled,
             block_shift=kv.block_shift,
             window=spec.sliding_window or 0,
             softcap=spec.logit_softcap or 0.0,
@@ -302,13 +310,25 @@ class Forward:
         return out
 
     def _prefill_attention(self, args: AttentionArgs, rope: RopeArgs, rows: Rows) -> None:
-        heads = args.num_heads + 2 * args.num_kv_heads
-        self.kernels.launch("rope.cu", "rope", (rows.num_rows, -(-heads // 4), 1), 128, rope)
-        tiles = rows.prefill_tiles(16 >> args.group_shift)
+        self.kernels.launch("rope.cu", "rope", (rows.num_rows, 1, 1), 256, rope)
+        stride = rope.head_stride
+        if self.kernels.family == Family.FMA:
+            tiles = rows.prefill_tiles(fma.prefill_tokens(args.group_shift))
+            args.tiles, args.num_tiles = tiles.data_ptr(), len(tiles)
+            fma.prefill_attention(self.kernels, args, stride)
+            return
+        warpgroups = self.kernels.arch in SPECIFIC.values() and stride <= 128
+        tiles = rows.prefill_tiles((64 * _GROUPS if warpgroups else 16) >> args.group_shift)
         args.tiles = tiles.data_ptr()
         args.num_tiles = len(tiles)
+        if warpgroups:
+            shared = 2 * (stride // 8 * (64 * 16 + 16) + 8 * (stride * 16 + 16))  # two stages of 64 keys
+            expression = f"attention_warpgroup<{stride}, {_GROUPS}>"
+            grid = (len(tiles), args.num_kv_heads, 1)
+            self.kernels.launch("attention_warpgroup.cu", expression, grid, 128 * _GROUPS, args, shared)
+            return
         grid = (-(-len(tiles) // 4), args.num_kv_heads, 1)
-        self.kernels.launch("attention.cu", f"attention_prefill<{rope.head_stride}>", grid, 128, args)
+        self.kernels.launch("attention.cu", f"attention_prefill<{stride}>", grid, 128, args)
 
     def _decode_attention(self, args: AttentionArgs, rope: RopeArgs, rows: Rows) -> None:
         pieces, stride = args.num_kv_heads * -(-args.group // 8), rope.head_stride
@@ -323,6 +343,9 @@ class Forward:
             raise PipeLLMError(f"{rows.num_decode} rows of decode attention at once are too many")
         args.tiles = rows.decode_tiles.data_ptr() if rows.decode_tiles is not None else None
         args.num_tiles = rows.num_decode
+        if self.kernels.family == Family.FMA:
+            fma.decode_attention(self.kernels, args, rope, rows.num_decode, splits)
+            return
         # The parts of all warps; at first the heads they turn (f32) and the queries (f16).
         shared = max(warps * 8 * (stride + 4) * 4, (warps + 4) * stride * 4)
         grid = (pieces, rows.num_decode, splits)
@@ -330,18 +353,23 @@ class Forward:
         self.kernels.launch("attention.cu", expression, grid, 32 * warps, (args, rope), shared)
 
     def _dense(
-        self, ffn: DenseFfn, hidden_states: torch.Tensor, operand: Operand | None, next_norm: Norm | None
+        self,
+        ffn: DenseFfn,
+        hidden_states: torch.Tensor,
+        operand: Operand | None,
+        next_norm: Norm | None,
     ) -> Operand | None:
         num_rows = len(hidden_states)
         operand = operand or self._operand(ffn.norm, hidden_states)
-        inner = self._buffer("inner", num_rows, ffn.down.in_features)
+        tiled = self.linear.tiled_rows(num_rows)
+        inner = self._buffer("inner", num_rows, ffn.down.in_features, tiled)
         if ffn.gate_up.gated is not None:
             self.linear.run(ffn.gate_up, operand, num_rows, inner, Epilogue.GATED)
         else:
             width = ffn.gate_up.out_features
             both = torch.empty((num_rows, width), dtype=torch.float32, device=self.device)
             self.linear.run(ffn.gate_up, operand, num_rows, both, Epilogue.STORE)
-            self.linear.gated(ffn.activation, both, inner, width // 2, width // 2)
+            self.linear.gated(ffn.activation, both, inner, width // 2, width // 2, tiled=tiled)
         return self._onto(ffn.down, inner, ffn.post_norm, hidden_states, next_norm)
 
     def _experts(self, ffn: MoeFfn, hidden_states: torch.Tensor) -> None:

@@ -1,18 +1,22 @@
 """Matrix products on packed weights: which kernel for how many rows, and with what it is called.
 
 1 to 8 rows: `matvec`, bound by the weights' bytes. 9 to 64: `matmul`, which decodes a packet once for all
-rows. More: the weights become f16 a piece at a time and the library multiplies, with float32 sums.
+rows; on Hopper `matmul_warpgroup`. More: the weights become f16 a piece at a time and the library multiplies,
+with float32 sums.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
 from common.errors import PipeLLMError
+from stage.backends.cuda import fma
 from stage.backends.cuda.arguments import DequantizeArgs, GatedArgs, LinearArgs
+from stage.backends.cuda.compile import SPECIFIC, Family
 from stage.backends.cuda.launch import Kernels
 from stage.backends.cuda.repack import PackedMatrix
 from stage.model.spec import Activation
@@ -20,6 +24,9 @@ from stage.model.spec import Activation
 MATVEC_ROWS, MATMUL_ROWS = 8, 64
 _DEQUANTIZED_ELEMENTS = 1 << 26  # at once, for the library's products
 _PARTIAL_BYTES = 32 << 20
+_COLUMN_TILES = 4  # a block of matmul_warpgroup has at least
+# Gate and up of many rows pass through f16: this keeps what they mean up to 2^20 in its range.
+_GATED_SCALE = 2.0**-4
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Operand:
-    """The rows a product is made with: f16 [>= rows, padded(features)], zero past them.
+    """The rows a product is made with: f16 [>= rows, padded(features)], zero past them; or the same tiled,
+    where LinearOps.tiled_rows says so.
 
     With `squares` (f32 [rows, ceil(features / 16)]) x is the norm's scaled weight times rows that still
     have to be divided by their norm, which the product does.
@@ -88,6 +96,13 @@ class LinearOps:
         self._partial = torch.empty(_PARTIAL_BYTES // 4, dtype=torch.float32, device=kernels.device)
         self._arrived = torch.zeros(4096, dtype=torch.int32, device=kernels.device)
 
+    def tiled_rows(self, num_tokens: int) -> int:
+        """Operands of so many rows are tiled (kernels/common.cuh, operand_index) for this many rows; 0: they
+        are plain."""
+        if self._kernels.arch not in SPECIFIC.values() or not MATVEC_ROWS < num_tokens <= MATMUL_ROWS:
+            return 0
+        return 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+
     def run(
         self,
         linear: Linear,
@@ -97,8 +112,8 @@ class LinearOps:
         epilogue: Epilogue,
         leaves: Operand | None = None,
     ) -> None:
-        """out: f32 [num_tokens, out_features] for STORE (set) and RESIDUAL (added to); f16 [.., stride] for
-        GATED.
+        """out: f32 [num_tokens, out_features] for STORE (set) and RESIDUAL (added to); for GATED the next
+        product's operand.
 
         `leaves`: filled by RESIDUAL with the next product's operand, made of the completed rows; up to 64
         of them.
@@ -127,6 +142,10 @@ class LinearOps:
                 if segment is not None:
                     args.expert_bytes[i] = segment.matrix.tiles[0].numel()
             args.tokens_per_row = tokens_per_row
+            if self._kernels.family == Family.FMA:
+                warps = matvec_warps(args.row_tiles[0] + args.row_tiles[1])
+                fma.linear(self._kernels, types, epilogue.value, chosen.numel(), warps, args)
+                continue
             grid = (args.row_tiles[0] + args.row_tiles[1], chosen.numel(), 1)
             self._matvec(types, epilogue, True, grid, args)
 
@@ -187,9 +206,17 @@ class LinearOps:
             args.next_weight = leaves.norm.scaled.data_ptr()
             args.next_x = leaves.x.data_ptr()
             args.next_stride = leaves.x.stride(0)
+        args.tiled = self.tiled_rows(num_tokens)
+        if self._kernels.family == Family.FMA:
+            warps = matvec_warps(args.row_tiles[0] + args.row_tiles[1])
+            fma.linear(self._kernels, types, epilogue.value, num_tokens, warps, args)
+            return
         if num_tokens <= MATVEC_ROWS:
             grid = (args.row_tiles[0] + args.row_tiles[1], 1, 1)
             self._matvec(types, epilogue, num_tokens == 1, grid, args)
+            return
+        if args.tiled:
+            self._warpgroup(types, epilogue, args)
             return
         n = 2 if num_tokens <= 16 else 4 if num_tokens <= 32 else 8
         blocks = sum(-(-tiles // 8) for tiles in args.row_tiles)
@@ -202,6 +229,21 @@ class LinearOps:
             raise PipeLLMError(f"a product of {blocks} blocks cannot be split: this is a fault of LinearOps")
         expression = f"matmul<{types}, {n}, {epilogue.value}>"
         self._kernels.launch("matmul.cu", expression, (blocks, splits, 1), 256, args, 2 * n * 8 * 576)
+
+    def _warpgroup(self, types: str, epilogue: Epilogue, args: LinearArgs) -> None:
+        rows, num_multiprocessors = args.tiled, self._kernels.num_multiprocessors
+        # A multiprocessor holds four warpgroups: one block, which reads x once, where there are rows enough.
+        groups = 4 if sum(args.row_tiles) >= 8 * num_multiprocessors else 2
+        tiles = 4 * groups
+        blocks = sum(-(-row_tiles // tiles) for row_tiles in args.row_tiles)
+        at_once = num_multiprocessors * 4 // groups // blocks
+        splits = 1
+        while splits < 8 and 2 * splits <= min(at_once, args.column_tiles // _COLUMN_TILES):
+            splits *= 2
+        shared = max(3 * 512 * rows, tiles * rows * 64)  # three column tiles of x; at the end the sums
+        expression = f"matmul_warpgroup<{types}, {rows}, {epilogue.value}, {groups}, {splits}>"
+        grid = (blocks, splits, 1)
+        self._kernels.launch("warpgroup.cu", expression, grid, 32 * tiles, args, shared)
 
     def _matvec(
         self, types: str, epilogue: Epilogue, single: bool, grid: tuple[int, int, int], args: LinearArgs
@@ -220,18 +262,17 @@ class LinearOps:
             step = max(16, _DEQUANTIZED_ELEMENTS // linear.in_features // 16 * 16)
             for start in range(0, segment.matrix.rows, step):
                 rows = min(step, segment.matrix.rows - start)
-                weight = self.dequantize(segment.matrix, start, rows)
-                y = torch.mm(x, weight.T, out_dtype=torch.float32)
-                if segment.bias is not None:
-                    y += segment.bias[start : start + rows]
+                weight = self.dequantize(segment.matrix, start, rows).T
                 if epilogue == Epilogue.GATED and linear.gated:
-                    self.gated(linear.gated, y, out[:, start // 2 :], rows // 2, None)
+                    y = torch.empty((num_tokens, rows), dtype=torch.float16, device=x.device)
+                    torch.addmm(y, x, weight, beta=0, alpha=_GATED_SCALE, out=y)
+                    self.gated(linear.gated, y, out[:, start // 2 :], rows // 2, 0, 1 / _GATED_SCALE)
                     continue
                 target = out[:, segment.start + start : segment.start + start + rows]
-                if epilogue == Epilogue.RESIDUAL:
-                    target += y
-                else:
-                    target.copy_(y)
+                beta = 1 if epilogue == Epilogue.RESIDUAL else 0
+                torch.addmm(target, x, weight, out_dtype=torch.float32, beta=beta, out=target)
+                if segment.bias is not None:
+                    target += segment.bias[start : start + rows]
 
     def dequantize(self, matrix: PackedMatrix, start: int, rows: int) -> torch.Tensor:
         """Rows [start, start + rows) as f16 [rows, columns]; start: a multiple of 16."""
@@ -241,7 +282,7 @@ class LinearOps:
             tiles=matrix.tiles[start // 16].data_ptr(),
             out=out.data_ptr(),
             exponent=matrix.exponent,
-            inverse=matrix.inverse,
+            power=min(max(math.frexp(matrix.inverse)[1] - 1, -28), 30),
             column_tiles=matrix.column_tiles,
             rows=rows,
             stride=stride,
@@ -251,20 +292,31 @@ class LinearOps:
         return out[:, : matrix.columns]
 
     def gated(
-        self, activation: Activation, x: torch.Tensor, out: torch.Tensor, size: int, up_start: int | None
+        self,
+        activation: Activation,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        size: int,
+        up_start: int,
+        factor: float = 1.0,
+        tiled: int = 0,
     ) -> None:
-        """out[:, :size] = activation(gate) up. x: f32, interleaved by 8, or up beginning at `up_start`."""
+        """out[:, :size] = activation(gate) up, of x times `factor`. x: f32 or f16, interleaved by 8, or up
+        beginning at `up_start` (not 0)."""
         args = GatedArgs(
             x=x.data_ptr(),
             out=out.data_ptr(),
             size=size,
             x_stride=x.stride(0),
             out_stride=out.stride(0),
+            tiled=tiled,
             activation=activation_code(activation),
-            interleaved=up_start is None,
-            up_start=up_start or 0,
+            up_start=up_start,
+            factor=factor,
         )
-        self._kernels.launch("norm.cu", "gated", (x.shape[0], -(-size // 256), 1), 256, args)
+        element = "u16" if x.dtype == torch.float16 else "float"
+        grid = (x.shape[0], -(-size // 1024), 1)
+        self._kernels.launch("norm.cu", f"gated<{element}>", grid, 128, args)
 
 
 def matvec_warps(row_tiles: int) -> int:

@@ -27,15 +27,19 @@ DEVICE u32 half2_add(u32 a, u32 b) {
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
-DEVICE u32 half2_pack(float low, float high) {
-    u32 d;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-    return d;
-}
 DEVICE u16 half_from_float(float x) {
     u16 h;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
     return h;
+}
+DEVICE u32 half2_pack(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+#else
+    return (u32)half_from_float(low) | (u32)half_from_float(high) << 16;
+#endif
 }
 DEVICE float float_from_half(u16 h) {
     float x;
@@ -108,21 +112,49 @@ DEVICE uint4 load_again(const void* p) {
     return r;
 }
 
+// Copies into shared memory that run by themselves, in groups.
+DEVICE void copy_async(u32 shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+DEVICE void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 DEVICE u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Programmatic dependent launch: the next kernel's blocks may start (allow_dependents) while this one runs;
-// they may touch what it writes only after dependency_wait(). Both do nothing where the launch or the GPU is plain.
-DEVICE void dependency_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+// Where column `column` of a product's f16 operand lies. Plain: row after row. Tiled, for matmul_warpgroup of `tiled` rows:
+// [column tile][sub-block of 32][chunk][row] 16 bytes, a chunk the columns that lanes t hold in one register of a
+// fragment (types.cuh): 8t + 2 chunk, + 1. Columns 2i and 2i + 1 stay neighbours.
+DEVICE u64 operand_index(int row, int column, int stride, int tiled) {
+    if (!tiled) return (u64)row * stride + column;
+    const int chunk = column / 32 * 4 + column / 2 % 4;
+    return ((u64)chunk * tiled + row) * 8 + column / 8 % 4 * 2 + column % 2;
 }
+
+// Programmatic dependent launch: a kernel's blocks start while the kernel before drains, and touch what that one writes
+// only after dependency_wait(). They let the next kernel start after that, not before: so what kernels before the
+// last wrote may be read from the beginning. All does nothing where the launch or the GPU is plain.
 DEVICE void allow_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+DEVICE void dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+    allow_dependents();
+}
+
+// 2^x; what is too small becomes zero.
+DEVICE float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 DEVICE float warp_sum(float x) {

@@ -5,7 +5,7 @@ struct DequantizeArgs {
     const u8* tiles;
     u16* out;  // f16 [rows][stride]
     int exponent;
-    float inverse;
+    int power;  // of two, of the tensor's inverse
     int column_tiles;
     int rows;
     int stride;  // in_features, rounded up to 8
@@ -15,10 +15,12 @@ struct DequantizeArgs {
 template <class Type>
 __global__ void __launch_bounds__(256) dequantize(const __grid_constant__ DequantizeArgs args) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+    const u32 first = half2_power(args.power / 2), second = half2_power(args.power - args.power / 2);
     for (int tile = warp; tile < args.column_tiles; tile += blockDim.x / 32) {
         Type packet;
         packet.load(args.tiles + ((u64)blockIdx.x * args.column_tiles + tile) * Type::BYTES, lane);
         packet.prepare(args.exponent, lane);
+        if (tile == warp) dependency_wait();  // until then another product may read what lies in `out`
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             Fragments a;
@@ -32,8 +34,7 @@ __global__ void __launch_bounds__(256) dequantize(const __grid_constant__ Dequan
                     if (row >= args.rows || column >= args.stride) continue;
                     u32 v[4] = {a[parity][0][upper], a[parity][0][2 + upper], a[parity][1][upper], a[parity][1][2 + upper]};
 #pragma unroll
-                    for (int k = 0; k < 4; k++)
-                        v[k] = half2_pack(half2_low(v[k]) * args.inverse, half2_high(v[k]) * args.inverse);
+                    for (int k = 0; k < 4; k++) v[k] = half2_mul(half2_mul(v[k], first), second);
                     *(uint4*)(args.out + (u64)row * args.stride + column) = make_uint4(v[0], v[1], v[2], v[3]);
                 }
             }
@@ -56,7 +57,6 @@ struct EmbedArgs {
 template <class Type>
 __global__ void __launch_bounds__(256) embed(const __grid_constant__ EmbedArgs args) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
-    allow_dependents();
     dependency_wait();
     const int token = min(max(args.tokens[blockIdx.x], 0), args.vocabulary - 1);
     for (int tile = warp; tile < args.column_tiles; tile += blockDim.x / 32) {

@@ -19,7 +19,6 @@ __global__ void __launch_bounds__(512) router(const __grid_constant__ RouterArgs
     extern __shared__ float normed[];
     __shared__ float scratch[32], logits[512];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    allow_dependents();
     dependency_wait();
     const float* x = args.x + (u64)blockIdx.x * args.size;
     float squares = 0.f;
@@ -72,7 +71,6 @@ struct CombineArgs {
 
 // Grid: (rows, ceil(size / 256)).
 __global__ void __launch_bounds__(256) combine(const __grid_constant__ CombineArgs args) {
-    allow_dependents();
     dependency_wait();
     const int i = blockIdx.y * 256 + threadIdx.x, row = blockIdx.x;
     if (i >= args.size) return;

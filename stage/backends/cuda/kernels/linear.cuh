@@ -19,9 +19,9 @@ struct LinearArgs {
     int out_start[2];   // where in a row of the output they go
     int column_tiles;   // ceil(in_features / 256)
     int num_tokens;     // rows of x
-    const u16* x;       // f16 [num_tokens][x_stride], zero past in_features
+    const u16* x;       // f16 [num_tokens][x_stride], zero past in_features; tiled for matmul_warpgroup
     float* out;         // f32 [num_tokens][out_stride]
-    u16* half_out;      // f16 [num_tokens][out_stride]
+    u16* half_out;      // f16 [num_tokens][out_stride], or tiled
     int x_stride;
     int out_stride;
     int activation;
@@ -38,8 +38,9 @@ struct LinearArgs {
     // RESIDUAL: what rms_operand would make of the rows it completes, for the next norm. Null: nothing.
     float* next_squares;       // f32 [num_tokens][row tiles]
     const float* next_weight;  // f32 [rows]
-    u16* next_x;               // f16 [num_tokens][next_stride]
+    u16* next_x;               // f16 [num_tokens][next_stride], or tiled
     int next_stride;
+    int tiled;                 // rows of half_out and next_x where they are tiled (operand_index), else 0
     float* partial;        // split sums: f32 [blocks][splits][fragments]
     u32* arrived;          // [blocks], zero before and after
 };
@@ -118,7 +119,8 @@ DEVICE void finish(const LinearArgs& args, int which, int tile, int first_token,
         if (EPILOGUE == GATED) {
             const int j = tile * 8 + g;
             if (real && j < args.rows[which] / 2)
-                args.half_out[out_row * args.out_stride + j] = half_saturated(activate(first, args.activation) * second);
+                args.half_out[operand_index(out_token + token, j, args.out_stride, args.tiled)] =
+                    half_saturated(activate(first, args.activation) * second);
             continue;
         }
         float squares = 0.f;
@@ -130,7 +132,8 @@ DEVICE void finish(const LinearArgs& args, int which, int tile, int first_token,
             args.out[out_row * args.out_stride + args.out_start[which] + row] = y;
             if (EPILOGUE == RESIDUAL && args.next_x) {
                 squares = __fmaf_rn(y, y, squares);
-                args.next_x[out_row * args.next_stride + row] = half_saturated(y * rows.next_weight[upper]);
+                args.next_x[operand_index(out_token + token, row, args.next_stride, args.tiled)] =
+                    half_saturated(y * rows.next_weight[upper]);
             }
         }
         if (EPILOGUE == RESIDUAL && args.next_x) {

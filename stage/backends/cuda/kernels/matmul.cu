@@ -6,22 +6,12 @@
 
 constexpr int WARPS = 8, ROW_BYTES = 512 + 64;  // 64: a warp's 8 rows fall on different banks
 
-DEVICE void copy_async(void* shared, const void* global) {
-    const u32 to = (u32)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
-}
-DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-DEVICE void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
 template <int N>
 DEVICE void stage(u8* shared, const LinearArgs& args, int column_tile) {
     for (int i = threadIdx.x; i < N * 8 * 32; i += WARPS * 32) {
         const int token = i / 32, part = i % 32;
         const u16* from = args.x + (u64)min(token, args.num_tokens - 1) * args.x_stride + column_tile * 256 + part * 8;
-        copy_async(shared + token * ROW_BYTES + part * 16, from);
+        copy_async((u32)__cvta_generic_to_shared(shared) + token * ROW_BYTES + part * 16, from);
     }
     copy_commit();
 }
@@ -79,7 +69,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2) matmul(const __grid_constant__ 
     __shared__ bool last_to_arrive;
     __shared__ float factors[N * 8];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    allow_dependents();
     const int blocks = (args.row_tiles[0] + WARPS - 1) / WARPS;
     const int which = blockIdx.x >= blocks ? 1 : 0;
     const int tile = (blockIdx.x - which * blocks) * WARPS + warp;

@@ -122,7 +122,6 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) matvec(const __grid_co
     __shared__ float4 shared[WARPS][32];
     __shared__ float factors[WARPS > 8 ? WARPS : 8];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    allow_dependents();
     int tile = blockIdx.x, which = 0;
     if (tile >= args.row_tiles[0]) tile -= args.row_tiles[0], which = 1;
     const u8* tiles = args.tiles[which];

@@ -14,7 +14,6 @@ struct NormArgs {
 // Grid: rows. A thread keeps up to 4 x 4 elements in registers (size up to 16 blockDim.x), and re-reads beyond.
 __global__ void __launch_bounds__(1024) rms_norm(const __grid_constant__ NormArgs args) {
     __shared__ float scratch[32];
-    allow_dependents();
     dependency_wait();
     const float* x = args.x + (u64)blockIdx.x * args.size;
     float squares = 0.f;
@@ -40,17 +39,17 @@ __global__ void __launch_bounds__(1024) rms_norm(const __grid_constant__ NormArg
 struct OperandArgs {
     const float* x;       // f32 [rows][size]
     const float* weight;  // f32 [size], scaled down so that the product stays in f16's range
-    u16* out;             // f16 [rows][out_stride]: x weight
+    u16* out;             // f16 [rows][out_stride], or tiled: x weight
     float* squares;       // f32 [rows][ceil(size / 16)]: sums of squares of 16 elements of x
     int size;
     int out_stride;
+    int tiled;  // operand_index
 };
 
 // The operand of a product whose epilogue divides by the norm (linear.cuh): bit for bit what the epilogue of the
 // product before leaves. Grid: (rows, ceil(size / 512)); a warp 64 elements.
 __global__ void __launch_bounds__(256) rms_operand(const __grid_constant__ OperandArgs args) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
-    allow_dependents();
     dependency_wait();
     const int tile = (blockIdx.y * 8 + warp) * 4 + t;
     const float* x = args.x + (u64)blockIdx.x * args.size;
@@ -60,7 +59,7 @@ __global__ void __launch_bounds__(256) rms_operand(const __grid_constant__ Opera
         if (i >= args.size) continue;
         const float y = x[i];
         squares = __fmaf_rn(y, y, squares);
-        args.out[(u64)blockIdx.x * args.out_stride + i] = half_saturated(y * args.weight[i]);
+        args.out[operand_index(blockIdx.x, i, args.out_stride, args.tiled)] = half_saturated(y * args.weight[i]);
     }
     squares = sum_of_rows(squares);
     const int tiles = (args.size + 15) / 16;
@@ -68,24 +67,50 @@ __global__ void __launch_bounds__(256) rms_operand(const __grid_constant__ Opera
 }
 
 struct GatedArgs {
-    const float* x;  // f32 [rows][2 x size]: interleaved by 8 as the tiles are, or gate then up
-    u16* out;        // f16 [rows][out_stride]
+    const void* x;  // f32 or f16 [rows][2 x size]: interleaved by 8 as the tiles are, or gate then up
+    u16* out;       // f16 [rows][out_stride], or tiled
     int size;
     int x_stride;
     int out_stride;
+    int tiled;  // operand_index
     int activation;
-    int interleaved;
-    int up_start;  // where up begins, not interleaved
+    int up_start;  // where up begins; 0: interleaved
+    float factor;  // of x
 };
 
-// Grid: (rows, ceil(size / blockDim.x)).
-__global__ void gated(const __grid_constant__ GatedArgs args) {
-    allow_dependents();
+DEVICE float element(const float* x) { return *x; }
+DEVICE float element(const u16* x) { return float_from_half(*x); }
+DEVICE void elements(const float* x, float (&v)[8]) {
+    const float4 a = *(const float4*)x, b = *(const float4*)(x + 4);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+DEVICE void elements(const u16* x, float (&v)[8]) {
+    const uint4 a = *(const uint4*)x;
+#pragma unroll
+    for (int k = 0; k < 4; k++) v[2 * k] = half2_low(word(a, k)), v[2 * k + 1] = half2_high(word(a, k));
+}
+
+// Grid: (rows, ceil(size / (8 blockDim.x))); a thread 8 elements, which lie side by side where interleaved.
+template <class T>
+__global__ void __launch_bounds__(256) gated(const __grid_constant__ GatedArgs args) {
     dependency_wait();
-    const int j = blockIdx.y * blockDim.x + threadIdx.x;
+    const int j = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     if (j >= args.size) return;
-    const float* x = args.x + (u64)blockIdx.x * args.x_stride;
-    const int at = args.interleaved ? j / 8 * 16 + j % 8 : j;
-    const float gate = x[at], up = x[args.interleaved ? at + 8 : args.up_start + j];
-    args.out[(u64)blockIdx.x * args.out_stride + j] = half_saturated(activate(gate, args.activation) * up);
+    const T* x = (const T*)args.x + (u64)blockIdx.x * args.x_stride;
+    if (args.up_start) {
+        for (int k = j; k < min(j + 8, args.size); k++)
+            args.out[operand_index(blockIdx.x, k, args.out_stride, args.tiled)] =
+                half_saturated(activate(element(x + k) * args.factor, args.activation) *
+                               element(x + args.up_start + k) * args.factor);
+        return;
+    }
+    float gate[8], up[8];
+    elements(x + 2 * j, gate);
+    elements(x + 2 * j + 8, up);
+    u32 y[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        y[k] = half2_saturated(activate(gate[2 * k] * args.factor, args.activation) * up[2 * k] * args.factor,
+                               activate(gate[2 * k + 1] * args.factor, args.activation) * up[2 * k + 1] * args.factor);
+    *(uint4*)(args.out + (u64)blockIdx.x * args.out_stride + j) = make_uint4(y[0], y[1], y[2], y[3]);
 }

@@ -31,8 +31,28 @@ struct RopeArgs {
     int block_shift;    // log2(block_size)
 };
 
+// cos and sin of a position's angles, times the magnitude: lane i those of pairs i, i + 32, ... of a head.
+template <int STRIDE>
+struct Angles {
+    static constexpr int COUNT = (STRIDE / 2 + 31) / 32;
+    float cosine[COUNT], sine[COUNT];
+};
+template <int STRIDE>
+DEVICE Angles<STRIDE> angles_of(const RopeArgs& args, int position, int lane) {
+    Angles<STRIDE> angles;
+#pragma unroll
+    for (int k = 0; k < Angles<STRIDE>::COUNT; k++) {
+        const int i = lane + 32 * k;
+        float s = 0.f, c = 0.f;
+        if (i < args.rope_dim / 2) sincosf((float)position * args.inverse_frequencies[i], &s, &c);
+        angles.sine[k] = s * args.magnitude, angles.cosine[k] = c * args.magnitude;
+    }
+    return angles;
+}
+
 // Head `head` of a row (q heads, then k, then v), normed and turned, in `x` (f32 [head_dim], shared memory of this warp).
-DEVICE void turned_head(const RopeArgs& args, int row, int head, int lane, float* x) {
+template <int STRIDE>
+DEVICE void turned_head(const RopeArgs& args, const Angles<STRIDE>& angles, int row, int head, int lane, float* x) {
     const float* from = args.qkv + (u64)row * args.qkv_stride + head * args.head_dim;
     const bool is_q = head < args.num_heads, is_v = head >= args.num_heads + args.num_kv_heads;
     float squares = 0.f;
@@ -50,15 +70,14 @@ DEVICE void turned_head(const RopeArgs& args, int row, int head, int lane, float
         __syncwarp();
     }
     const int half = args.rope_dim / 2;
-    const float position = (float)args.positions[row];
-    for (int i = lane; i < half; i += 32) {
-        float s, c;
-        sincosf(position * args.inverse_frequencies[i], &s, &c);
-        s *= args.magnitude, c *= args.magnitude;
+#pragma unroll
+    for (int k = 0; k < Angles<STRIDE>::COUNT; k++) {
+        const int i = lane + 32 * k;
+        if (i >= half) break;
         const int first = args.neox ? i : 2 * i, second = args.neox ? i + half : 2 * i + 1;
         const float a = x[first], b = x[second];
-        x[first] = a * c - b * s;
-        x[second] = b * c + a * s;
+        x[first] = a * angles.cosine[k] - b * angles.sine[k];
+        x[second] = b * angles.cosine[k] + a * angles.sine[k];
     }
     __syncwarp();
 }

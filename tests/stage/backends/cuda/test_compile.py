@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from stage.backends.cuda.compile import ARCHITECTURES, KernelName, compile_kernel
+from common.errors import UnsupportedModelError
+from stage.backends.cuda.compile import (
+    ARCHITECTURES,
+    Family,
+    KernelName,
+    compile_kernel,
+    compiler_knows,
+    family_of,
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None,
@@ -26,23 +34,25 @@ TYPES = (
 EPILOGUES = ("STORE", "RESIDUAL", "GATED")
 HEADS = (32, 64, 96, 128, 160, 192, 256)
 # Each generation's instruction set; PIPELLM_ALL_KERNELS=1 takes every architecture and instantiation.
-SOME_ARCHITECTURES = ("sm_80", "sm_90", "sm_120")
+SOME_ARCHITECTURES = ("sm_70", "sm_75", "sm_80", "sm_90", "sm_120")
 EVERYTHING = bool(os.environ.get("PIPELLM_ALL_KERNELS"))
 
 
-def kernels(everything: bool) -> list[KernelName]:
+def kernels(everything: bool, family: Family) -> list[KernelName]:
     """All instantiations, or one of each kernel and each type."""
     names = [
         KernelName("norm.cu", "rms_norm"),
         KernelName("norm.cu", "rms_operand"),
-        KernelName("norm.cu", "gated"),
+        *(KernelName("norm.cu", f"gated<{element}>") for element in ("float", "u16")),
         KernelName("rope.cu", "rope"),
         KernelName("experts.cu", "router"),
         KernelName("experts.cu", "combine"),
         KernelName("read.cu", "read_memory"),
-        KernelName("sample.cu", "greedy"),
+        *(KernelName("sample.cu", name) for name in ("greedy", "adjust", "sample<false>", "sample<true>")),
         *(KernelName("repack.cu", f"repack<{bits}>") for bits in (1, 2, 4, 8)),
     ]
+    if family == Family.FMA:
+        return names + fma_kernels(everything)
     for head in HEADS if everything else (128, 256):
         names.append(KernelName("attention.cu", f"attention_prefill<{head}>"))
         names += [KernelName("attention.cu", f"attention_decode<{head}, {warps}>") for warps in (4, 8)]
@@ -58,12 +68,46 @@ def kernels(everything: bool) -> list[KernelName]:
     return names
 
 
+def fma_kernels(everything: bool) -> list[KernelName]:
+    """In place of the matrix units'."""
+    names = [
+        KernelName("fma_attention.cu", f"fma_attention_{what}<{head}>")
+        for head in (HEADS if everything else (128, 256))
+        for what in ("prefill", "decode")
+    ]
+    for i, name in enumerate(TYPES):
+        names += [KernelName("dequantize.cu", f"{kernel}<{name}>") for kernel in ("dequantize", "embed")]
+        for rows in (1, 2, 4, 8, 16) if everything else (16,) if name in ("Q4_K", "Q6_K", "F16") else (1,):
+            for epilogue in EPILOGUES if everything else EPILOGUES[i % 3 : i % 3 + 1]:
+                expression = f"fma_linear<{name}, {name}, {rows}, {epilogue}, 8>"
+                names.append(KernelName("fma_linear.cu", expression))
+    return names
+
+
+def warpgroup_kernels(everything: bool) -> list[KernelName]:
+    """Those for sm_90 alone."""
+    names = [
+        KernelName("attention_warpgroup.cu", f"attention_warpgroup<{head}, 3>")
+        for head in HEADS
+        if head <= 128 and (everything or head == 128)
+    ]
+    for i, name in enumerate(TYPES):
+        for rows in (16, 32, 64) if everything else (64,):
+            for epilogue in EPILOGUES if everything else EPILOGUES[i % 3 : i % 3 + 1]:
+                for groups, splits in ((4, 1), (2, 8)):
+                    expression = f"matmul_warpgroup<{name}, {name}, {rows}, {epilogue}, {groups}, {splits}>"
+                    names.append(KernelName("warpgroup.cu", expression))
+    return names
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", ARCHITECTURES if EVERYTHING else SOME_ARCHITECTURES)
 def test_all_kernels_compile(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if not compiler_knows(arch):
+        pytest.skip(f"the installed NVRTC does not know {arch}: run with CUDA 12's")
     monkeypatch.setenv("PIPELLM_CACHE", str(tmp_path))
 
     def compile_one(name: KernelName) -> tuple[str, int, int]:
@@ -76,7 +120,10 @@ def test_all_kernels_compile(
         return name.expression, registers, spilled
 
     with ThreadPoolExecutor(2) as pool:
-        rows = list(pool.map(compile_one, kernels(EVERYTHING)))
+        names = kernels(EVERYTHING, family_of(arch)) + (
+            warpgroup_kernels(EVERYTHING) if arch == "sm_90" else []
+        )
+        rows = list(pool.map(compile_one, names))
     report = [
         f"{arch} {expression:48s} {registers:4d} registers {spilled:4d} bytes spilled"
         for expression, registers, spilled in rows
@@ -98,8 +145,27 @@ def test_a_compiled_kernel_is_read_back(tmp_path: Path, monkeypatch: pytest.Monk
     assert compile_kernel(name, "sm_90") == first
 
 
+def test_ptx_for_the_driver_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELLM_CACHE", str(tmp_path))
+    name = KernelName("fma_linear.cu", "fma_linear<Q4_K, Q6_K, 1, STORE, 8>")
+    made = compile_kernel(name, "compute_75")
+    assert made.cubin.startswith(b"//")
+    assert made.cubin.endswith(b"\0")
+    assert made.symbol.encode() in made.cubin
+    assert compile_kernel(name, "compute_75") == made
+
+
+@pytest.mark.parametrize("arch", ["sm_52", "compute_60"])
+def test_an_architecture_that_is_not_supported_says_so(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELLM_CACHE", str(tmp_path))
+    with pytest.raises(UnsupportedModelError, match=f"do not support {arch}"):
+        compile_kernel(KernelName("norm.cu", "rms_norm"), arch)
+
+
 def test_an_unwritable_cache_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
     monkeypatch.setenv("PIPELLM_CACHE", str(blocker))
-    assert compile_kernel(KernelName("norm.cu", "gated"), "sm_80").cubin.startswith(b"\x7fELF")
+    assert compile_kernel(KernelName("norm.cu", "rms_norm"), "sm_80").cubin.startswith(b"\x7fELF")

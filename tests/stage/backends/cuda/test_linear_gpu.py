@@ -30,6 +30,23 @@ def operand(rows: int, features: int) -> torch.Tensor:
     return x
 
 
+def laid_out(ops, rows: int, x: torch.Tensor, back: bool = False) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """x [64, columns] as a product of `rows` rows takes it, from its meaning, or `back`; kernels/common.cuh,
+    operand_index, in other words."""
+    tiled = ops.tiled_rows(rows)
+    if not tiled:
+        return x
+    if back:  # [sub-block][step, half][row][t][pair]
+        parts = x.flatten()[: tiled * x.shape[1]].view(-1, 2, 2, tiled, 4, 2)
+        plain = torch.zeros_like(x)
+        plain[:tiled] = parts.permute(3, 0, 4, 1, 2, 5).reshape(tiled, -1)
+        return plain
+    out = torch.zeros_like(x)
+    parts = x[:tiled].reshape(tiled, -1, 4, 2, 2, 2)  # [row][sub-block][t][step][half][pair]
+    out.view(-1)[: tiled * x.shape[1]] = parts.permute(1, 3, 4, 0, 2, 5).flatten()
+    return out
+
+
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
@@ -53,7 +70,7 @@ def test_every_type_in_every_family(ops, ggml_type: GGMLType) -> None:  # type: 
     for tokens in (1, 3, 8, 9, 16, 31, 64, 130):
         x = operand(tokens, columns)
         out = torch.full((tokens, rows), torch.nan, device="cuda")
-        ops.run(linear, Operand(x), tokens, out, Epilogue.STORE)
+        ops.run(linear, Operand(laid_out(ops, tokens, x)), tokens, out, Epilogue.STORE)
         assert relative(out, x[:tokens, :columns].double() @ weight.T) < 1e-3, tokens
 
 
@@ -73,11 +90,25 @@ def test_two_types_side_by_side_with_bias_and_residual(ops, tokens: int) -> None
     weight, bias = torch.cat((first_weight, second_weight)), torch.cat(biases)
     want = before.double() + x[:tokens].double() @ weight.T + bias
     out = before.clone()
-    ops.run(linear, Operand(x), tokens, out, Epilogue.RESIDUAL)
+    ops.run(linear, Operand(laid_out(ops, tokens, x)), tokens, out, Epilogue.RESIDUAL)
     assert relative(out, want) < 1e-3
     again = before.clone()
-    ops.run(linear, Operand(x), tokens, again, Epilogue.RESIDUAL)
+    ops.run(linear, Operand(laid_out(ops, tokens, x)), tokens, again, Epilogue.RESIDUAL)
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("tokens", [9, 24, 64])
+def test_as_many_rows_as_a_head_has(ops, tokens: int) -> None:  # type: ignore[no-untyped-def]
+    """Enough row tiles for the largest blocks; the last one is not full."""
+    from stage.backends.cuda.linear import Epilogue, Linear, Operand
+
+    rows, columns = 20000, 768
+    segment, weight = segment_of(GGMLType.Q6_K, rows, columns, seed=9)
+    x = operand(tokens, columns)
+    out = torch.full((tokens, rows), torch.nan, device="cuda")
+    linear = Linear((segment,), columns, rows)
+    ops.run(linear, Operand(laid_out(ops, tokens, x)), tokens, out, Epilogue.STORE)
+    assert relative(out, x[:tokens, :columns].double() @ weight.T) < 1e-3
 
 
 @pytest.mark.parametrize("activation", list(Activation))
@@ -92,9 +123,10 @@ def test_gate_and_up_together(ops, tokens: int, activation: Activation) -> None:
     )
     matrix = pack(both.flatten(0, 2).cuda(), GGMLType.Q4_K, columns)
     x = operand(tokens, columns)
-    out = torch.zeros((tokens, 1280), dtype=torch.float16, device="cuda")
+    out = torch.zeros((max(tokens, 64), 1280), dtype=torch.float16, device="cuda")
     linear = Linear((Segment(matrix, 0, None),), columns, 2 * size, gated=activation)
-    ops.run(linear, Operand(x), tokens, out, Epilogue.GATED)
+    ops.run(linear, Operand(laid_out(ops, tokens, x)), tokens, out, Epilogue.GATED)
+    out = laid_out(ops, tokens, out, back=True)[:tokens]
     g, u = (x[:tokens].double() @ dequantize(one).cuda().double().T for one in (gate, up))
     gelu = torch.nn.functional.gelu(g, approximate="tanh")
     want = (torch.nn.functional.silu(g) if activation == Activation.SILU else gelu) * u
@@ -117,15 +149,17 @@ def test_a_norm_folded_into_the_products_around_it(ops, tokens: int) -> None:  #
     x = operand(tokens, inner)
     want_rows = rows.double() + x[:tokens].double() @ down_weight.T
     left = Operand(operand(tokens, size), torch.full((tokens, 37), torch.nan, device="cuda"), norm)
-    ops.run(Linear((down,), inner, size), Operand(x), tokens, rows, Epilogue.RESIDUAL, left)
+    down_x = Operand(laid_out(ops, tokens, x))
+    ops.run(Linear((down,), inner, size), down_x, tokens, rows, Epilogue.RESIDUAL, left)
     assert relative(rows, want_rows) < 1e-3
     made = Operand(operand(tokens, size), torch.full((tokens, 37), torch.nan, device="cuda"), norm)
     args = OperandArgs(
         x=rows.data_ptr(), weight=norm.scaled.data_ptr(), out=made.x.data_ptr(),
-        squares=made.squares.data_ptr(), size=size, out_stride=made.x.stride(0),
+        squares=made.squares.data_ptr(), size=size, out_stride=made.x.stride(0), tiled=ops.tiled_rows(tokens),
     )  # fmt: skip
     ops._kernels.launch("norm.cu", "rms_operand", (tokens, 2, 1), 256, args)
-    assert torch.equal(left.x[:tokens, :size], made.x[:tokens, :size])
+    plain = [laid_out(ops, tokens, one.x, back=True)[:tokens, :size] for one in (left, made)]
+    assert torch.equal(*plain)
     assert torch.equal(left.squares, made.squares)
     out = torch.full((tokens, 96), torch.nan, device="cuda")
     ops.run(Linear((up,), size, 96), left, tokens, out, Epilogue.STORE)
