@@ -124,16 +124,17 @@ def test_sequences_of_a_mixed_batch_do_not_mix(cases: Path, name: str) -> None:
     assert float((mixed - want).abs().max()) < 0.01 * float(want.abs().max())
 
 
+@pytest.mark.parametrize("count", [3, 12])
 @pytest.mark.parametrize(
     "name", ["llama-gqa-ropefreqs", "qwen3moe-8x3", "gemma3-window16", "stories260K-q8_0"]
 )
-def test_graphs_and_eager_give_the_same_bits(cases: Path, name: str) -> None:
+def test_graphs_and_eager_give_the_same_bits(cases: Path, name: str, count: int) -> None:
     path, ids, _ = files(cases, name)
     tokens = {}
     for graphs in (False, True):
-        model = Model(path, context=256, graphs=graphs)
-        tables = [np.arange(16 * i, 16 * i + 16, dtype=np.int32) for i in range(3)]
-        lengths = (5, 40, 21)
+        model = Model(path, context=256, num_blocks=16 * count, graphs=graphs)
+        tables = [np.arange(16 * i, 16 * i + 16, dtype=np.int32) for i in range(count)]
+        lengths = [(5, 40, 21)[i % 3] + i // 3 for i in range(count)]
         for table, length in zip(tables, lengths, strict=True):
             model.forward([(0, ids[:length], table)])
         decoder = model.decoder(256)
@@ -145,7 +146,7 @@ def test_graphs_and_eager_give_the_same_bits(cases: Path, name: str) -> None:
             ]
             assert decoder.continues(rows) == (start > 0)
             drawn.append(decoder.issue(rows, 20))
-        keys = [model.kv.keys[layer.index][:48].clone() for layer in model.spec.layers]
+        keys = [model.kv.keys[layer.index][: 16 * count].clone() for layer in model.spec.layers]
         tokens[graphs] = [step for draws in drawn for step in draws.wait()], keys
     assert tokens[False][0] == tokens[True][0]
     assert all(torch.equal(a, b) for a, b in zip(tokens[False][1], tokens[True][1], strict=True))
