@@ -10,6 +10,7 @@
 #include <functional>
 #include <vector>
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 typedef uint8_t u8;
@@ -37,26 +38,25 @@ using std::min;
 
 // ---- a block of threads --------------------------------------------------------------------------------
 static struct { unsigned x, y, z; } threadIdx, blockIdx, gridDim, blockDim;
-alignas(16) float shared[32 << 10];  // dynamic
+alignas(16) static float dynamic_shared[32 << 10];
 
 struct Barrier {
     int arrived, generation, live;
 };
 struct Thread {
-    ucontext_t context;
     std::vector<char> stack;
+    jmp_buf state;  // where it goes on
     bool done;
 };
-static std::vector<Thread> threads;
-static ucontext_t scheduler;
+static std::vector<Thread> threads;  // they wait for the next block when one has ended
+static jmp_buf scheduler;
 static std::vector<Barrier> barriers;  // a warp's each, then the block's
 static u64 slots[32][32];
 static bool moved;  // a barrier has opened or a thread has ended
 static std::function<void()> body;
 
 static void take_turns() {
-    const auto mine = threadIdx;
-    swapcontext(&threads[mine.x].context, &scheduler);
+    if (!_setjmp(threads[threadIdx.x].state)) _longjmp(scheduler, 1);
 }
 static void open_if_complete(Barrier& barrier) {
     if (barrier.arrived < barrier.live || !barrier.live) return;
@@ -69,34 +69,45 @@ static void wait_at(Barrier& barrier) {
     while (barrier.generation == generation) take_turns();
 }
 static void thread_main() {
-    body();
-    threads[threadIdx.x].done = moved = true;
-    for (Barrier* barrier : {&barriers[threadIdx.x / 32], &barriers.back()}) {
-        barrier->live--;
-        open_if_complete(*barrier);
+    for (;;) {
+        take_turns();
+        body();
+        threads[threadIdx.x].done = moved = true;
+        for (Barrier* barrier : {&barriers[threadIdx.x / 32], &barriers.back()}) {
+            barrier->live--;
+            open_if_complete(*barrier);
+        }
     }
-    take_turns();
+}
+static void resume(unsigned thread) {
+    threadIdx = {thread, 0, 0};
+    if (!_setjmp(scheduler)) _longjmp(threads[thread].state, 1);
+}
+static void make_threads(unsigned count) {
+    static ucontext_t here, first;
+    threads.reserve(1024);
+    while (threads.size() < count) {
+        threadIdx = {(unsigned)threads.size(), 0, 0};
+        threads.push_back({std::vector<char>(64 << 10)});
+        getcontext(&first);
+        first.uc_stack.ss_sp = threads.back().stack.data(), first.uc_stack.ss_size = threads.back().stack.size();
+        makecontext(&first, thread_main, 0);
+        if (!_setjmp(scheduler)) swapcontext(&here, &first);
+    }
 }
 // One block after the other, the last first.
 static void launch(const int (&grid)[3], int num_threads, const std::function<void()>& kernel) {
     gridDim = {(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]};
     blockDim = {(unsigned)num_threads, 1, 1};
-    threads.resize(num_threads);
+    make_threads(num_threads);
     body = kernel;
     u32 random = 1;
     for (int block = grid[0] * grid[1] * grid[2] - 1; block >= 0; block--) {
         blockIdx = {(unsigned)(block % grid[0]), (unsigned)(block / grid[0] % grid[1]), (unsigned)(block / grid[0] / grid[1])};
-        memset(shared, 0xff, sizeof shared);  // not numbers
+        memset(dynamic_shared, 0xff, sizeof dynamic_shared);  // not numbers
         barriers.assign(num_threads / 32, {0, 0, 32});
         barriers.push_back({0, 0, num_threads});
-        for (Thread& thread : threads) {
-            thread.stack.resize(64 << 10);
-            thread.done = false;
-            getcontext(&thread.context);
-            thread.context.uc_stack.ss_sp = thread.stack.data(), thread.context.uc_stack.ss_size = thread.stack.size();
-            thread.context.uc_link = nullptr;
-            makecontext(&thread.context, thread_main, 0);
-        }
+        for (int i = 0; i < num_threads; i++) threads[i].done = false;
         while (barriers.back().live) {
             random = random * 1664525u + 1013904223u;
             const int warps = num_threads / 32, first_warp = (random >> 8) % warps, first_lane = random >> 27;
@@ -107,8 +118,7 @@ static void launch(const int (&grid)[3], int num_threads, const std::function<vo
                     for (int i = 0; i < 32; i++) {
                         const unsigned at = (first_warp + w) % warps * 32 + (first_lane + i) % 32;
                         if (threads[at].done) continue;
-                        threadIdx = {at, 0, 0};
-                        swapcontext(&scheduler, &threads[at].context);
+                        resume(at);
                     }
                     any |= moved;
                 } while (moved);

@@ -20,6 +20,7 @@ from stage.backends.cuda.launch import Arguments
 _FUNCTION = re.compile(
     r"^(?:template <[^\n]*>\n)?DEVICE [^\n]*\{(?:[^\n]*\}|\n(?:[^}\n][^\n]*\n|\n)*\})\n", re.MULTILINE
 )
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(16\) )?(\w+) (\w+)\[\];")
 
 
 def compile_on_host(compiler: str, folder: Path, sources: Sequence[str], kernels: dict[str, str]) -> Path:
@@ -28,7 +29,7 @@ def compile_on_host(compiler: str, folder: Path, sources: Sequence[str], kernels
         text = path.read_text()
         if path.name == "common.cuh":
             text = _FUNCTION.sub(lambda match: "" if "asm" in match[0] else match[0], text)
-        (folder / path.name).write_text(text.replace("extern __shared__", "extern"))
+        (folder / path.name).write_text(_DYNAMIC.sub(r"\1* \2 = (\1*)dynamic_shared;", text))
     lines = ['#include "host_cuda.h"', *(f'#include "{source}"' for source in sources)]
     lines.append(
         'extern "C" int host_launch(const char* name, const int* g, int threads, const void** args) {'
