@@ -1,4 +1,4 @@
-"""Kernels for GPUs below 8.0 on the host's CPU: the sources themselves, compiled as C++ around host_cuda.h.
+"""Kernels without matrix units on the host's CPU: the sources themselves, compiled as C++ around host_cuda.h.
 
 `HostKernels` stands where `Kernels` does, so that grids, shared memory and arguments are the real ones too.
 """
@@ -23,13 +23,23 @@ _FUNCTION = re.compile(
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(16\) )?(\w+) (\w+)\[\];")
 
 
-def compile_on_host(compiler: str, folder: Path, sources: Sequence[str], kernels: dict[str, str]) -> Path:
-    """kernels: expression -> its structures, "LinearArgs" or "AttentionArgs, RopeArgs"."""
+def host_library(compiler: str, folder: Path, source: str) -> Path:
+    """`source`, C++ that begins with host_cuda.h and includes kernels' sources, as a library in `folder`."""
     for path in KERNELS.iterdir():
         text = path.read_text()
         if path.name == "common.cuh":
             text = _FUNCTION.sub(lambda match: "" if "asm" in match[0] else match[0], text)
         (folder / path.name).write_text(_DYNAMIC.sub(r"\1* \2 = (\1*)dynamic_shared;", text))
+    (folder / "host.cpp").write_text(source)
+    library = folder / "host.so"
+    here = str(Path(__file__).parent)
+    command = [compiler, "-O1", "-std=c++17", "-fPIC", "-shared", "-w", "-I", here, "-I", str(folder)]
+    subprocess.run([*command, str(folder / "host.cpp"), "-o", str(library)], check=True)
+    return library
+
+
+def compile_on_host(compiler: str, folder: Path, sources: Sequence[str], kernels: dict[str, str]) -> Path:
+    """kernels: expression -> its structures, "LinearArgs" or "AttentionArgs, RopeArgs"."""
     lines = ['#include "host_cuda.h"', *(f'#include "{source}"' for source in sources)]
     lines.append(
         'extern "C" int host_launch(const char* name, const int* g, int threads, const void** args) {'
@@ -39,12 +49,7 @@ def compile_on_host(compiler: str, folder: Path, sources: Sequence[str], kernels
         call = f"launch({{g[0], g[1], g[2]}}, threads, [&] {{ {expression}({arguments}); }})"
         lines.append(f'    if (!strcmp(name, "{expression}")) return {call}, 1;')
     lines += ["    return 0;", "}"]
-    (folder / "host.cpp").write_text("\n".join(lines))
-    library = folder / "host.so"
-    here = str(Path(__file__).parent)
-    command = [compiler, "-O1", "-std=c++17", "-fPIC", "-shared", "-w", "-I", here, "-I", str(folder)]
-    subprocess.run([*command, str(folder / "host.cpp"), "-o", str(library)], check=True)
-    return library
+    return host_library(compiler, folder, "\n".join(lines))
 
 
 class HostKernels:

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +12,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as GGMLType
 
-from stage.backends.cuda.compile import KERNELS
 from stage.backends.cuda.repack import TILE_BYTES, pack
 from stage.weights.quants import RawTensor, dequantize
+from tests.stage.backends.cuda.host_kernels import host_library
 from tests.stage.backends.cuda.random_weights import random_raw
 
 HERE = Path(__file__).parent
@@ -27,13 +25,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler to run the device code on the host with")
-    folder = tmp_path_factory.mktemp("host")
-    types = re.sub(r"#(pragma once|include \"common.cuh\")", "", (KERNELS / "types.cuh").read_text())
-    (folder / "types.h").write_text(types)
-    library = folder / "tiles.so"
-    command = [compiler, "-O1", "-std=c++17", "-fPIC", "-shared", f'-DTYPES="{folder / "types.h"}"', "-w"]
-    subprocess.run([*command, str(HERE / "host_tiles.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    source = (HERE / "host_tiles.cpp").read_text()
+    return ctypes.CDLL(str(host_library(compiler, tmp_path_factory.mktemp("host"), source)))
 
 
 def unpack(
