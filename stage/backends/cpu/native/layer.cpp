@@ -107,13 +107,15 @@ void LayerRun::add_branch(Private& own, const Norm& post_norm, int32_t row) {
   k_.add(residual(own, row), branch, s_.hidden);
 }
 
-// Q, K and V are one range of rows, so that its units are of one size.
+// Q, K and V are one range of rows, so that its units are of one size. Within a matrix, units begin at multiples of
+// eight rows: kernels compute eight at a time, and the last few otherwise, to the last bit.
 void LayerRun::project_qkv(Private& own) {
   const Matrix* matrices[] = {&plan_.q, &plan_.k, &plan_.v};
   for_chunks(own, kQkv, s_.qkv, [&](int32_t start, int32_t end) {
     int32_t first = 0;  // of the matrix
     for (const Matrix* matrix : matrices) {
-      int32_t from = std::max(start - first, 0), to = std::min(end - first, matrix->rows);
+      auto within = [&](int32_t row) { return std::min((std::max(row - first, 0) + 7) / 8 * 8, matrix->rows); };
+      int32_t from = within(start), to = within(end);
       if (from < to)
         multiply(engine_, *matrix, 0, from, to, inputs(own), nullptr, s_.rows, qkv_ + first, s_.qkv, own.scratch);
       first += matrix->rows;

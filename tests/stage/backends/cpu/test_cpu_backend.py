@@ -113,11 +113,17 @@ def test_smaller_caches_are_close(kv_dtype: str, tolerance: float) -> None:
     small.close()
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
+@pytest.mark.parametrize(
+    ("weight_types", "heads"),
+    [([GGMLType.Q4_K, GGMLType.Q6_K], (8, 1, 64)), ([GGMLType.Q4_1], (24, 3, 12))],
+)
+def test_the_number_of_threads_changes_no_bit(
+    weight_types: list[GGMLType], heads: tuple[int, int, int]
+) -> None:
     results = []
     for threads in (1, 2, 3):
         rng = np.random.default_rng(4)
-        spec, raw = random_layer(rng, [GGMLType.Q4_K, GGMLType.Q6_K], heads=(8, 1, 64), post_norm=True)
+        spec, raw = random_layer(rng, weight_types, heads=heads, post_norm=True)
         backend = CpuBackend(threads=threads)
         num_blocks, batches = two_steps(rng, [600, 20], 16)
         cache, layer = backend.allocate_kv([spec], num_blocks, 16), backend.prepare_layer(spec, raw)
