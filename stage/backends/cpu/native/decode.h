@@ -168,6 +168,8 @@ INLINE void dot_rows256(const uint8_t* p, int64_t row_bytes, int blocks, const O
 
 template <class F>
 INLINE void matvec_one(const WeightRows* w, const Activations* a, int32_t row, float* out) {
+  // Whole bytes: the memory limits, and it is fastest read in order.
+  if constexpr (F::kBytes > F::kBlock) return matvec_rows<F, 1>(w, a, &row, 0, out, 0);
   constexpr int R = F::kBlock == 32 ? kDecodeRows32 : kDecodeRows256;
   OneRow x{i16_row(a, row), a->i16.scale + row * (a->stride / 32), a->i16.sum32 + row * (a->stride / 32),
            a->i16.sum16 + row * (a->stride / 16)};
