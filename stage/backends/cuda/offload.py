@@ -8,6 +8,7 @@ computes depends on the rows of a step: with more of them arithmetic takes the c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -88,19 +89,30 @@ class OffloadedLayers:
         largest = max(layout.nbytes for layout in self._layouts.values())
         in_ring = {i: layout for i, layout in self._layouts.items() if i not in pinned}
         pool_bytes = sum(self._layouts[i].nbytes for i in pinned) + (RING_SLOTS * largest if in_ring else 0)
-        self._pool = HostPool(pool_bytes, driver)
-        blobs = {i: self._pool.take(self._layouts[i].nbytes) for i in sorted(pinned)}
-        ring = None
-        if in_ring:
-            slots = [self._pool.take(largest) for _ in range(RING_SLOTS)]
-            ring = ReadAhead(in_ring, slots, direct=file.file_bytes > psutil.virtual_memory().available)
-        self._blobs = _Blobs(blobs, ring)
         hosts = any(place == Place.HOST for place in self.places.values())
-        self._host = HostLayers(host_threads) if hosts else None
+        tile_bytes = max(_slot_bytes(spec, raws[spec.index]) for spec in offloaded)
         self._recipes: dict[int, list[MatrixRecipe]] = {}
         self._loader: _NotingLoader | None = _NotingLoader(self._device)
-        tile_bytes = max(_slot_bytes(spec, raws[spec.index]) for spec in offloaded)
-        self.stream = WeightStream(forward.kernels, self._recipes, self._blobs, largest, tile_bytes, prefetch)
+        with ExitStack() as owned:  # memory that stays registered where it was unmapped spoils its address
+            self._pool = pool = HostPool(pool_bytes, driver)
+            owned.callback(pool.close)
+            owned.callback(torch.cuda.synchronize, self._device)
+            blobs = {i: pool.take(self._layouts[i].nbytes) for i in sorted(pinned)}
+            ring = None
+            if in_ring:
+                slots = [pool.take(largest) for _ in range(RING_SLOTS)]
+                direct = file.file_bytes > psutil.virtual_memory().available
+                ring = ReadAhead(in_ring, slots, direct)
+            self._blobs = _Blobs(blobs, ring)
+            owned.callback(self._blobs.close)
+            self._host = HostLayers(host_threads) if hosts else None
+            if self._host is not None:
+                owned.callback(self._host.close)
+            self.stream = WeightStream(
+                forward.kernels, self._recipes, self._blobs, largest, tile_bytes, prefetch
+            )
+            owned.callback(self.stream.close)
+            self._owned = owned.pop_all()
         self._few_order = self._order(self.places, Place.STREAMED)
         self._batch_order = self._order(self._batch_places, Place.STREAMED)
         self._prefill_order = self._order(self.places, Place.STREAMED, Place.HOST)
@@ -238,12 +250,7 @@ class OffloadedLayers:
         return self._pool.nbytes
 
     def close(self) -> None:
-        self.stream.close()
-        self._blobs.close()
-        if self._host is not None:
-            self._host.close()
-        torch.cuda.synchronize(self._device)
-        self._pool.close()
+        self._owned.close()
 
     def _order(self, places: Mapping[int, Place], *wanted: Place) -> tuple[int, ...]:
         return tuple(index for index, place in places.items() if place in wanted)
