@@ -38,9 +38,9 @@ class CoordinatorConfig:
     max_sequences: int = field(default=32, metadata={"help": "sequences computed at once"})
     max_waiting: int = field(default=256, metadata={"help": "requests that may queue"})
     run_ahead: int = field(
-        default=0, metadata={"help": "decode iterations issued ahead of their results; 0: 50 ms of them"}
+        default=0, metadata={"help": "decode iterations issued ahead of their results; 0: two steps"}
     )
-    repeat: int = field(default=0, metadata={"help": "decode iterations in one step; 0: 25 ms of them"})
+    repeat: int = field(default=0, metadata={"help": "decode iterations in one step; 0: 25 to 50 ms of them"})
     lease_s: float = field(default=3.0, metadata={"help": "a stage silent for so long is lost"})
     load_timeout_s: float = field(default=1800.0, metadata={"help": "longest load of a model"})
     step_timeout_s: float = field(

@@ -10,6 +10,7 @@ import math
 
 STEP_S = 0.025  # of work a step holds at least; up to twice that, and no stage should report a part of it
 MAX_REPEAT = 64
+_FEW = 8  # where iterations are slow, so many are worth a longer step: messages disturb those who compute
 _UNMEASURED_REPEAT = 4
 
 
@@ -36,8 +37,8 @@ class Pace:
 
     @property
     def repeat(self) -> int:
-        """The fewest iterations that take `STEP_S`."""
+        """The fewest iterations that take `STEP_S`, or up to `_FEW` that take no more than twice that."""
         if not self._iterations:
             return _UNMEASURED_REPEAT
-        iterations = self._iterations * STEP_S / max(self._seconds, 1e-9)
-        return min(MAX_REPEAT, math.ceil(iterations))
+        in_a_step = self._iterations * STEP_S / max(self._seconds, 1e-9)
+        return min(MAX_REPEAT, max(math.ceil(in_a_step), min(_FEW, int(2 * in_a_step))))

@@ -16,7 +16,7 @@ from stage.sequences import SequenceTable
 
 # A message costs as much as several tokens' work, whatever it carries, so results wait for their step's
 # end, but no longer than this. Steps that the coordinator sizes by time are shorter.
-REPORT_S = 0.06
+REPORT_S = 0.08
 
 
 class Responses:
