@@ -71,12 +71,13 @@ def sample(
     row i's position, all of them: its length is the position of the drawn token.
 
     Raises CorruptDataError when the logits are not numbers (a broken model or kernel)."""
-    if not (logits < torch.inf).all():  # false for NaN too
+    values = logits.numpy()
+    greedy = values.argmax(axis=1)  # of NaN the first, if there is one
+    if not (values[np.arange(len(values)), greedy] < np.inf).all():
         raise CorruptDataError(NOT_NUMBERS)
-    greedy = torch.argmax(logits, dim=-1).tolist()
     return [
-        Drawn(greedy[row]) if chosen.is_plain_greedy else _sample_row(logits[row], chosen, histories[row])
-        for row, chosen in enumerate(options)
+        Drawn(int(best)) if chosen.is_plain_greedy else _sample_row(row, chosen, history)
+        for row, best, chosen, history in zip(logits, greedy, options, histories, strict=True)
     ]
 
 
