@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos import coordinator_pb2
@@ -40,7 +40,7 @@ class StageMetrics(Collector):
     def show(self, stages: Iterable[coordinator_pb2.StageStatus]) -> None:
         self._stages = [s for s in stages if s.state != coordinator_pb2.STAGE_STATE_LOST and not s.detail]
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         stages = self._stages
         for name, text, value in _STAGE_GAUGES:
             family = GaugeMetricFamily(f"pipellm_stage_{name}", text, labels=["stage"])
@@ -62,3 +62,31 @@ class StageMetrics(Collector):
             for reason in stage.telemetry.throttle_reasons:
                 family.add_metric([stage.stage_id, reason], 1)
         yield family
+        yield from _streaming([stage for stage in stages if stage.HasField("streaming")])
+
+
+def _streaming(stages: Sequence[coordinator_pb2.StageStatus]) -> Iterable[Metric]:
+    """Of those that stream weights."""
+    copied = CounterMetricFamily(
+        "pipellm_stage_streamed_bytes", "Bytes of weights copied to the GPU since the load", labels=["stage"]
+    )
+    rate = GaugeMetricFamily(
+        "pipellm_stage_link_bytes_per_second", "Weights over the link, of late", labels=["stage"]
+    )
+    share = GaugeMetricFamily(
+        "pipellm_stage_link_ratio", "The same, of the maximum measured at load", labels=["stage"]
+    )
+    stalls = CounterMetricFamily(
+        "pipellm_stage_streaming_stall_seconds",
+        "Waiting since the load: copies for the file, the host for the GPU, the GPU for layers on the host",
+        labels=["stage", "cause"],
+    )
+    for stage in stages:
+        one, name = stage.streaming, stage.stage_id
+        copied.add_metric([name], one.bytes_copied)
+        rate.add_metric([name], one.link_bytes_per_s)
+        if one.max_link_bytes_per_s:
+            share.add_metric([name], one.link_bytes_per_s / one.max_link_bytes_per_s)
+        for cause, seconds in (("file", one.file_wait_s), ("gpu", one.gpu_wait_s), ("host", one.host_s)):
+            stalls.add_metric([name, cause], seconds)
+    yield from (copied, rate, share, stalls)

@@ -97,3 +97,5 @@ def _add_stage(
     stage.kv_blocks_free = description.num_kv_blocks - description.kv_blocks_in_use
     if description.HasField("telemetry"):
         stage.telemetry.CopyFrom(description.telemetry)
+    if description.HasField("streaming"):
+        stage.streaming.CopyFrom(description.streaming)

@@ -283,7 +283,7 @@ class UnloadModelResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StageStatus(_message.Message):
-    __slots__ = ("stage_id", "address", "state", "device", "layer_start", "layer_end", "weight_bytes", "kv_bytes", "resident_bytes", "page_cache_bytes", "layer_time_s", "busy_fraction", "detail", "kv_blocks_free", "telemetry")
+    __slots__ = ("stage_id", "address", "state", "device", "layer_start", "layer_end", "weight_bytes", "kv_bytes", "resident_bytes", "page_cache_bytes", "layer_time_s", "busy_fraction", "detail", "kv_blocks_free", "telemetry", "streaming")
     STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +299,7 @@ class StageStatus(_message.Message):
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    STREAMING_FIELD_NUMBER: _ClassVar[int]
     stage_id: str
     address: str
     state: StageState
@@ -314,7 +315,8 @@ class StageStatus(_message.Message):
     detail: str
     kv_blocks_free: int
     telemetry: _model_pb2.GpuTelemetry
-    def __init__(self, stage_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[StageState, str]] = ..., device: _Optional[_Union[_model_pb2.DeviceInfo, _Mapping]] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., page_cache_bytes: _Optional[int] = ..., layer_time_s: _Optional[float] = ..., busy_fraction: _Optional[float] = ..., detail: _Optional[str] = ..., kv_blocks_free: _Optional[int] = ..., telemetry: _Optional[_Union[_model_pb2.GpuTelemetry, _Mapping]] = ...) -> None: ...
+    streaming: _model_pb2.StreamingStatus
+    def __init__(self, stage_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[StageState, str]] = ..., device: _Optional[_Union[_model_pb2.DeviceInfo, _Mapping]] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., page_cache_bytes: _Optional[int] = ..., layer_time_s: _Optional[float] = ..., busy_fraction: _Optional[float] = ..., detail: _Optional[str] = ..., kv_blocks_free: _Optional[int] = ..., telemetry: _Optional[_Union[_model_pb2.GpuTelemetry, _Mapping]] = ..., streaming: _Optional[_Union[_model_pb2.StreamingStatus, _Mapping]] = ...) -> None: ...
 
 class PlanMember(_message.Message):
     __slots__ = ("stage_id", "shard_index", "shard_count")

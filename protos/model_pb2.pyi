@@ -110,6 +110,22 @@ class DeviceInfo(_message.Message):
     boot_id: str
     def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., uuid: _Optional[str] = ..., memory_total_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., hostname: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
+class StreamingStatus(_message.Message):
+    __slots__ = ("bytes_copied", "link_bytes_per_s", "max_link_bytes_per_s", "file_wait_s", "gpu_wait_s", "host_s")
+    BYTES_COPIED_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    FILE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    GPU_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_S_FIELD_NUMBER: _ClassVar[int]
+    bytes_copied: int
+    link_bytes_per_s: float
+    max_link_bytes_per_s: float
+    file_wait_s: float
+    gpu_wait_s: float
+    host_s: float
+    def __init__(self, bytes_copied: _Optional[int] = ..., link_bytes_per_s: _Optional[float] = ..., max_link_bytes_per_s: _Optional[float] = ..., file_wait_s: _Optional[float] = ..., gpu_wait_s: _Optional[float] = ..., host_s: _Optional[float] = ...) -> None: ...
+
 class GpuTelemetry(_message.Message):
     __slots__ = ("memory_total_bytes", "memory_used_bytes", "memory_free_bytes", "power_w", "power_limit_w", "sm_clock_mhz", "memory_clock_mhz", "temperature_c", "utilization", "throttle_reasons")
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]

@@ -12,7 +12,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("stage_id", "instance_id", "protocol_version", "device", "epoch", "fingerprint", "layer_start", "layer_end", "weight_bytes", "kv_bytes", "resident_bytes", "page_cache_bytes", "busy_fraction", "num_kv_blocks", "kv_blocks_in_use", "num_sequences", "telemetry")
+    __slots__ = ("stage_id", "instance_id", "protocol_version", "device", "epoch", "fingerprint", "layer_start", "layer_end", "weight_bytes", "kv_bytes", "resident_bytes", "page_cache_bytes", "busy_fraction", "num_kv_blocks", "kv_blocks_in_use", "num_sequences", "telemetry", "streaming")
     STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class DescribeResponse(_message.Message):
     KV_BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    STREAMING_FIELD_NUMBER: _ClassVar[int]
     stage_id: str
     instance_id: str
     protocol_version: int
@@ -47,7 +48,8 @@ class DescribeResponse(_message.Message):
     kv_blocks_in_use: int
     num_sequences: int
     telemetry: _model_pb2.GpuTelemetry
-    def __init__(self, stage_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[_Union[_model_pb2.DeviceInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., page_cache_bytes: _Optional[int] = ..., busy_fraction: _Optional[float] = ..., num_kv_blocks: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., num_sequences: _Optional[int] = ..., telemetry: _Optional[_Union[_model_pb2.GpuTelemetry, _Mapping]] = ...) -> None: ...
+    streaming: _model_pb2.StreamingStatus
+    def __init__(self, stage_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[_Union[_model_pb2.DeviceInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., fingerprint: _Optional[str] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., page_cache_bytes: _Optional[int] = ..., busy_fraction: _Optional[float] = ..., num_kv_blocks: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., num_sequences: _Optional[int] = ..., telemetry: _Optional[_Union[_model_pb2.GpuTelemetry, _Mapping]] = ..., streaming: _Optional[_Union[_model_pb2.StreamingStatus, _Mapping]] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("model_path", "fingerprint", "context_length", "model_file")

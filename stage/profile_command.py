@@ -2,6 +2,7 @@
 
 On a GPU by CUDA events, kernel by kernel and layer by layer; elsewhere by the host's clock, layer by layer.
 The memory's read rate is measured in the same run, so that shares of it speak of this machine at this moment.
+With --streaming, a timeline of one token of a model whose weights are streamed (streaming_profile.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from common.errors import InvalidRequestError, PipeLLMError
 from common.gguf.reader import GGUFFile
 from common.svg_chart import Bar, bar_chart
+from stage import streaming_profile
+from stage.backends import timeline
 from stage.backends.base import Backend
 from stage.backends.choose import backend_factory
 from stage.backends.timing import Model, Phase, Span, host_phase, torch_read_rate
@@ -74,12 +77,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="f16")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="a chart of it")
+    streaming = parser.add_argument_group("a model larger than the GPU's memory")
+    streaming.add_argument("--streaming", action="store_true", help="a timeline of one token instead")
+    streaming.add_argument("--trace", type=Path, metavar="FILE", help="the timeline as a Chrome trace")
+    for name in ("gpu-memory", "host-memory", "pinned-memory", "placement"):
+        streaming.add_argument(f"--{name}", default="auto", help="as the stage's setting")
     flags = parser.parse_args(argv)
     try:
         config = StageConfig(
             backend=flags.backend, device=flags.device, threads=flags.threads, accuracy=flags.accuracy,
-            kv_dtype=flags.kv_dtype,
+            kv_dtype=flags.kv_dtype, gpu_memory=flags.gpu_memory, host_memory=flags.host_memory,
+            pinned_memory=flags.pinned_memory, placement=flags.placement,
         ).checked()  # fmt: skip
+        if flags.streaming:
+            return _streaming(flags, config)
         with GGUFFile.open(flags.model) as file:
             measured = profile(file, backend_factory(config)(), flags.prompt, flags.depth)
         if flags.svg:
@@ -88,6 +99,18 @@ def main(argv: Sequence[str]) -> int:
         print(f"pipellm-stage profile: {error}", file=sys.stderr)
         return 1
     print(json.dumps(measured.as_dict()) if flags.json else "\n".join(lines(measured)))
+    return 0
+
+
+def _streaming(flags: argparse.Namespace, config: StageConfig) -> int:
+    with GGUFFile.open(flags.model) as file:
+        measured = streaming_profile.profile(file, backend_factory(config)(), flags.depth)
+    if flags.svg:
+        _write(flags.svg, streaming_profile.chart(measured))
+    if flags.trace:
+        _write(flags.trace, json.dumps(timeline.chrome_trace(measured.report)))
+    as_json = json.dumps(measured.as_dict())
+    print(as_json if flags.json else "\n".join(streaming_profile.lines(measured)))
     return 0
 
 

@@ -16,7 +16,7 @@ import torch
 from common.errors import CancelledError, InvalidRequestError, NotReadyError, OutOfCapacityError
 from common.gguf.reader import GGUFFile
 from common.sizes import gib
-from stage.backends.base import Backend, Batch, Decoder, KvCache, RawTensors, Replayer
+from stage.backends.base import Backend, Batch, Decoder, KvCache, RawTensors, Replayer, StreamingCounters
 from stage.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec, SpecPart, tensor_refs
 from stage.sampler import Drawn, SamplingOptions
 from stage.weights.loader import raw_tensors
@@ -63,6 +63,10 @@ class Runner:
     def decoder(self) -> Decoder | None:
         """Decodes ahead of the host, where this runner holds the whole model and its backend can."""
         return self._decoder
+
+    def streaming(self) -> StreamingCounters | None:
+        """None: no weights are streamed."""
+        return self._backend.streaming()
 
     @property
     def kv(self) -> KvCache:

@@ -44,6 +44,7 @@ from stage.links.connect import connect
 from stage.links.shm_link import ShmListener
 from stage.model.registry import build_spec
 from stage.runner import Runner
+from stage.streaming_telemetry import StreamingTelemetry
 from stage.telemetry import GpuTelemetry
 
 _LOAD_WAIT_S = 5.0
@@ -69,6 +70,7 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         self._on_device_lost = on_device_lost
         self._device = device_info(make_backend())
         self._telemetry = GpuTelemetry(self._device.uuid)
+        self._streaming = StreamingTelemetry()
         self._shm = ShmListener(instance_id, self._accept_frame)
         self._lock = threading.Lock()  # guards what is loaded
         self._load_lock = threading.Lock()  # held while loading
@@ -130,6 +132,9 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
             response.num_kv_blocks = load.num_kv_blocks
             response.kv_blocks_in_use = sequences.blocks_in_use
             response.num_sequences = len(sequences)
+            streaming = self._streaming.read(load.epoch, loaded.runner)
+            if streaming is not None:
+                response.streaming.CopyFrom(streaming)
         return response
 
     def Profile(

@@ -112,6 +112,17 @@ class Replayer(Protocol):
         the caller's own; as embedding and layers one by one."""
 
 
+@dataclass(frozen=True)
+class StreamingCounters:
+    """Of a backend that streams weights, since they were loaded."""
+
+    bytes_copied: int = 0  # to the device
+    file_wait_s: float = 0.0  # waited for layers to be read from the file
+    gpu_wait_s: float = 0.0  # the host's layers waited for the device
+    host_s: float = 0.0  # the host computed layers
+    max_link_bytes_per_s: float = 0.0  # measured at load; 0: it was not
+
+
 class KvCache(Protocol):
     """Paged keys and values of the layers a stage holds; block numbers mean the same on every stage."""
 
@@ -184,12 +195,18 @@ class Backend(Protocol):
     ) -> Replayer | None:
         """For a part of a model, if this backend has a faster way than layer by layer."""
 
+    def streaming(self) -> StreamingCounters | None:
+        """None: no weights are streamed. Called from any thread."""
+
     def close(self) -> None:
         """Frees device memory and threads; the backend is not used again."""
 
 
 class HostSampling:
     """For backends whose logits lie in the host's memory, and whose steps need the host anyway."""
+
+    def streaming(self) -> None:
+        return None
 
     def sample(
         self,

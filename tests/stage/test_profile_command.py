@@ -95,6 +95,36 @@ def test_spans_of_one_name_become_one() -> None:
     assert Span("a", 3, 3.0, 30).bytes_per_s == 10 and Span("none", 0, 0.0, 5).bytes_per_s == 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ([], "looks at a GPU's streams; the reference backend has none"),
+        (["--gpu-memory", "lots"], "gpu_memory: 'lots' is neither auto"),
+        (["--placement", "0=nowhere"], "placement: '0=nowhere' is not of the form"),
+    ],
+)
+def test_streaming_needs_streams(
+    flags: list[str], reason: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert daemon.main(["profile", str(model), "--backend", "reference", "--streaming", *flags]) == 1
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_streamed_weights_have_a_timeline(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg, trace = tmp_path / "t.svg", tmp_path / "t.json"
+    flags = ["--backend", "cuda", "--depth", "40", "--placement", "0:2=streamed,2=host", "--json"]
+    flags += ["--streaming", "--svg", str(svg), "--trace", str(trace)]
+    assert profile_command.main([str(model), *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["link_share"] <= 1.1 and found["bytes_copied"] > 0 and found["busy_s"]["host"] > 0
+    ElementTree.parse(svg)
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 8
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_kernels_are_timed_on_a_gpu(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ residual stream, norms and the softmax are float32, the KV cache is f16.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from common.errors import PipeLLMError, UnsupportedModelError
 from common.gguf.reader import GGUFFile
 from common.log import get_logger
-from stage.backends.base import Batch, RawTensors, make_batch
+from stage.backends.base import Batch, RawTensors, StreamingCounters, make_batch
 from stage.backends.cuda import kv_cache, placing
 from stage.backends.cuda.decode import CudaDecoder, RangeGraphs
 from stage.backends.cuda.forward import Forward, Rows, context_bucket
@@ -63,6 +64,7 @@ class CudaBackend:
         self.memory = memory or MemorySettings()
         self.placement: Placement | None = None  # chosen by `place`; None: all layers on the GPU
         self.offloaded: OffloadedLayers | None = None
+        self._max_link_bytes_per_s = 0.0
         self._sampler: RowSampler | None = None
 
     # --- what it can do, and what that takes --------------------------------------------------------------
@@ -115,10 +117,12 @@ class CudaBackend:
         return self.memory_budget_bytes() + placing.host_budget_bytes(self.memory)
 
     def place(self, file: GGUFFile, layers: Sequence[LayerSpec], other_bytes: int, kv_tokens: int) -> bool:
-        placement = placing.place(self, placing.Request(file, layers, other_bytes, kv_tokens), self.memory)
-        self.placement = placement
-        if placement is None:
+        placed = placing.place(self, placing.Request(file, layers, other_bytes, kv_tokens), self.memory)
+        if placed is None:
+            self.placement = None
             return False
+        placement, rates = placed
+        self.placement, self._max_link_bytes_per_s = placement, rates.link
         few, many = (
             {layer.index: place for layer, place in zip(layers, places, strict=True)}
             for places in (placement.places, placement.batch_places)
@@ -244,6 +248,12 @@ class CudaBackend:
             hidden_states = torch.zeros(shape, dtype=torch.float32, device=self.device)
         for layer in layers:
             hidden_states = self.run_layer(layer, kv, batch, hidden_states)
+
+    def streaming(self) -> StreamingCounters | None:
+        offloaded = self.offloaded  # another thread may close it
+        if offloaded is None:
+            return None
+        return replace(offloaded.counters, max_link_bytes_per_s=self._max_link_bytes_per_s)
 
     def close(self) -> None:
         if self.offloaded is not None:

@@ -5,7 +5,8 @@ Hidden states cross as float32 through pinned memory. K and V live in host memor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ class HostLayers:
         self._arrived = torch.cuda.Event()
         self._crossing: torch.Tensor | None = None  # f32 [rows, hidden_size], pinned
         self._kv: HostKv | None = None
+        self.gpu_wait_s = 0.0  # that the host waited for hidden states
+        self.compute_s = 0.0
+        # Told of each run, by the host's clock: when it was called, had its hidden states, and was through.
+        self.ran: Callable[[Sequence[int], float, float, float], None] = lambda layers, *times: None
 
     def prepare(self, spec: LayerSpec, raw: RawTensors) -> None:
         self._layers[spec.index] = self._cpu.prepare_layer(spec, raw)
@@ -53,6 +58,7 @@ class HostLayers:
     def run(self, layers: Sequence[int], batch: Batch, hidden_states: torch.Tensor) -> None:
         """hidden_states: f32 [>= rows, hidden_size] on the GPU, changed in place. Waits for the GPU's work so
         far; the copy back is only issued."""
+        started = time.perf_counter()
         kv = self.kv
         rows, size = batch.num_rows, hidden_states.shape[1]
         if self._crossing is None or self._crossing.shape[0] < rows or self._crossing.shape[1] != size:
@@ -61,10 +67,15 @@ class HostLayers:
         here.copy_(hidden_states[:rows], non_blocking=True)
         self._arrived.record()
         self._arrived.synchronize()
+        arrived = time.perf_counter()
         for layer in layers:
             kv.before_host(layer, batch)
             self._cpu.run_layer(self._layers[layer], kv.host, batch, here)
             kv.after_host(layer, batch)
+        computed = time.perf_counter()
+        self.gpu_wait_s += arrived - started
+        self.compute_s += computed - arrived
+        self.ran(layers, started, arrived, computed)
         hidden_states[:rows].copy_(here, non_blocking=True)
 
     def close(self) -> None:

@@ -7,9 +7,10 @@ computes depends on the rows of a step: with more of them arithmetic takes the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -17,7 +18,7 @@ import torch
 
 from common.errors import PipeLLMError
 from common.gguf.reader import GGUFFile
-from stage.backends.base import Batch, RawTensors
+from stage.backends.base import Batch, RawTensors, StreamingCounters
 from stage.backends.cuda.forward import Forward, Rows
 from stage.backends.cuda.host_layers import HostLayers
 from stage.backends.cuda.host_pool import BlobLayout, HostPool, fill, raw_tensors_in
@@ -34,6 +35,9 @@ from stage.model.spec import LayerSpec, TensorRef, tensor_refs
 from stage.placement import RING_SLOTS, Place, pinned_layers
 from stage.weights.loader import raw_tensors
 from stage.weights.quants import RawTensor
+
+if TYPE_CHECKING:
+    from stage.backends.cuda.pieces import RunPiece
 
 FEW_ROWS = 2  # most rows of a step that runs as `places` say
 HOST_ROWS = 16  # most rows of a prefill whose host layers the host computes; of decode it is any number
@@ -70,7 +74,7 @@ class OffloadedLayers:
         from cuda.bindings import driver
 
         self._forward = forward
-        self._device = forward.device
+        self.device = forward.device
         self.places = {spec.index: places[spec.index] for spec in specs}
         self._batch_places = {spec.index: batch_places[spec.index] for spec in specs}
         offloaded = [spec for spec in specs if places[spec.index] != Place.RESIDENT]
@@ -92,11 +96,11 @@ class OffloadedLayers:
         hosts = any(place == Place.HOST for place in self.places.values())
         tile_bytes = max(_slot_bytes(spec, raws[spec.index]) for spec in offloaded)
         self._recipes: dict[int, list[MatrixRecipe]] = {}
-        self._loader: _NotingLoader | None = _NotingLoader(self._device)
+        self._loader: _NotingLoader | None = _NotingLoader(self.device)
         with ExitStack() as owned:  # memory that stays registered where it was unmapped spoils its address
             self._pool = pool = HostPool(pool_bytes, driver)
             owned.callback(pool.close)
-            owned.callback(torch.cuda.synchronize, self._device)
+            owned.callback(torch.cuda.synchronize, self.device)
             blobs = {i: pool.take(self._layouts[i].nbytes) for i in sorted(pinned)}
             ring = None
             if in_ring:
@@ -105,9 +109,9 @@ class OffloadedLayers:
                 ring = ReadAhead(in_ring, slots, direct)
             self._blobs = _Blobs(blobs, ring)
             owned.callback(self._blobs.close)
-            self._host = HostLayers(host_threads) if hosts else None
-            if self._host is not None:
-                owned.callback(self._host.close)
+            self.host = HostLayers(host_threads) if hosts else None
+            if self.host is not None:
+                owned.callback(self.host.close)
             self.stream = WeightStream(
                 forward.kernels, self._recipes, self._blobs, largest, tile_bytes, prefetch
             )
@@ -117,6 +121,7 @@ class OffloadedLayers:
         self._batch_order = self._order(self._batch_places, Place.STREAMED)
         self._prefill_order = self._order(self.places, Place.STREAMED, Place.HOST)
         self._pace = Pace()
+        self.around: Callable[[RunPiece], RunPiece] | None = None  # what runs a step's pieces, to time them
         self._on_host: frozenset[int] = frozenset()  # in the step that has begun
 
     # --- load ---------------------------------------------------------------------------------------------
@@ -152,9 +157,9 @@ class OffloadedLayers:
         blob = self._blobs.pinned.get(spec.index)
         if blob is not None:
             fill(layout, blob)
-        if self._host is not None and self.places[spec.index] == Place.HOST:
+        if self.host is not None and self.places[spec.index] == Place.HOST:
             ours = raw if blob is None else {**raw, **raw_tensors_in(layout, blob)}
-            self._host.prepare(spec, ours)
+            self.host.prepare(spec, ours)
         return OffloadedLayer(spec, views)
 
     def allocate_kv(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> CudaKvCache:
@@ -163,11 +168,11 @@ class OffloadedLayers:
         host = [spec for spec in specs if self.places[spec.index] == Place.HOST]
         alone = [spec for spec in host if self._batch_places[spec.index] == Place.HOST]
         on_gpu = [spec for spec in specs if spec not in alone]
-        kv = CudaKvCache(on_gpu, num_blocks, block_size, self._device)
+        kv = CudaKvCache(on_gpu, num_blocks, block_size, self.device)
         if alone:
-            kv.share_room(alone, num_blocks, self._device)
-        if self._host is not None:
-            self._host.allocate_kv(host, num_blocks, block_size, kv, {spec.index for spec in alone})
+            kv.share_room(alone, num_blocks, self.device)
+        if self.host is not None:
+            self.host.allocate_kv(host, num_blocks, block_size, kv, {spec.index for spec in alone})
         return kv
 
     # --- steps ----------------------------------------------------------------------------------------------
@@ -212,15 +217,15 @@ class OffloadedLayers:
     def acquire(self, index: int, batch: Batch | None) -> int:
         """The tile slot with the weights of a layer that the GPU now computes; its K and V are there too."""
         slot = self.stream.acquire(index)
-        if self.needs_batch(index) and self._host is not None and batch is not None:
-            self._host.kv.before_gpu(index, batch)
+        if self.needs_batch(index) and self.host is not None and batch is not None:
+            self.host.kv.before_gpu(index, batch)
         return slot
 
     def release(self, index: int, batch: Batch | None, soon: bool = False) -> None:
         """All work of the layer has been issued. `soon`: the host may compute it in the next step."""
         self.stream.release(index)
-        if self.needs_batch(index) and self._host is not None and batch is not None:
-            self._host.kv.after_gpu(index, batch, soon)
+        if self.needs_batch(index) and self.host is not None and batch is not None:
+            self.host.kv.after_gpu(index, batch, soon)
 
     def needs_batch(self, index: int) -> bool:
         """Whether the host computes this layer in some steps."""
@@ -237,13 +242,27 @@ class OffloadedLayers:
         return layer.views[self.stream.slot_of(order, layer.spec.index)]
 
     def run_host(self, layers: Sequence[int], batch: Batch, hidden_states: torch.Tensor) -> None:
-        if self._host is None:
+        if self.host is None:
             raise PipeLLMError("a layer is to run on the host, and none was placed there: a fault")
-        self._host.run(layers, batch, hidden_states)
+        self.host.run(layers, batch, hidden_states)
+
+    def layer_bytes(self, index: int) -> int:
+        """That cross the link."""
+        return self._layouts[index].nbytes
+
+    @property
+    def counters(self) -> StreamingCounters:
+        host = self.host
+        return StreamingCounters(
+            bytes_copied=self.stream.bytes_copied,
+            file_wait_s=self.stream.file_wait_s,
+            gpu_wait_s=host.gpu_wait_s if host else 0.0,
+            host_s=host.compute_s if host else 0.0,
+        )
 
     @property
     def host_kv_bytes(self) -> int:
-        return self._host.kv.host.nbytes if self._host is not None else 0
+        return self.host.kv.host.nbytes if self.host is not None else 0
 
     @property
     def pinned_bytes(self) -> int:

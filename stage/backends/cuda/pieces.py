@@ -30,6 +30,9 @@ class Piece:
     layers: tuple[Layer, ...]  # on the GPU; their addresses do not change from step to step
 
 
+RunPiece = Callable[[Piece], None]
+
+
 class StepPieces:
     """The pieces of steps of few rows, and those of larger ones, whose places may be others."""
 
@@ -53,7 +56,7 @@ class StepPieces:
         num_rows: int,
         batch: Batch | None,
         hidden_states: torch.Tensor,
-        run_piece: Callable[[Piece], None],
+        run_piece: RunPiece,
     ) -> None:
         """`run_piece` puts a piece's work for the GPU on the current stream. `hidden_states`: f32 [>= rows,
         hidden_size], where it leaves them. `num_rows`: with padding. `batch`: needed where the host computes.
@@ -62,6 +65,8 @@ class StepPieces:
         few = num_rows <= FEW_ROWS
         if offloaded is not None:
             offloaded.begin_decode(num_rows)
+            if offloaded.around is not None:
+                run_piece = offloaded.around(run_piece)
         for piece in self._pieces[few]:
             if offloaded is None:
                 run_piece(piece)

@@ -57,8 +57,9 @@ class Request:
     kv_tokens: int
 
 
-def place(backend: CudaBackend, request: Request, settings: MemorySettings) -> Placement | None:
-    """None: all layers stay on the GPU. Raises OutOfCapacityError where the budgets allow no placement."""
+def place(backend: CudaBackend, request: Request, settings: MemorySettings) -> tuple[Placement, Rates] | None:
+    """With the rates that it was chosen by. None: all layers stay on the GPU. Raises OutOfCapacityError where
+    the budgets allow no placement."""
     sizes = [_size(request, layer) for layer in request.layers]
     free = backend.memory_budget_bytes() - request.other_bytes
     needed = sum(size.packed_bytes + size.kv_bytes for size in sizes)
@@ -83,7 +84,7 @@ def place(backend: CudaBackend, request: Request, settings: MemorySettings) -> P
         "placement", plan=describe(placement), link_gb_s=round(rates.link / 1e9, 1),
         host_gb_s=round(rates.host / 1e9, 1), file_gb_s=round(rates.file / 1e9, 1),
     )  # fmt: skip
-    return placement
+    return placement, rates
 
 
 def host_budget_bytes(settings: MemorySettings) -> int:
@@ -146,6 +147,19 @@ def measure_rates(backend: CudaBackend, request: Request) -> Rates:
         file=_file_rate(request),
         host_batch_8=batch_8,
     )
+
+
+def link_rate(device: torch.device) -> float:
+    """Bytes a second from pinned memory to the GPU, with nothing else to do."""
+    from cuda.bindings import driver
+
+    pool = HostPool(_COPY_BYTES, driver)
+    try:
+        target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+        return _Link(driver, pool.take(_COPY_BYTES), target).rate()
+    finally:
+        torch.cuda.synchronize(device)
+        pool.close()
 
 
 class _Link:

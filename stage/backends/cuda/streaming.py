@@ -24,6 +24,7 @@ after load; a ring slot (read_ahead.py) is written again after the event behind 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ class _Slot:
 # Told, before that work is issued, "copy", "repack" or "compute", the stream, and the memory of the slot that
 # the first two write and the last reads: a check for races delays and poisons here.
 Hook = Callable[[str, torch.cuda.Stream, torch.Tensor], None]
+# Told, after a "copy" or "repack" was issued, the stream, the layer, and the raw slot that the first writes
+# and the second reads: a recording of times listens to both.
+Issued = Callable[[str, torch.cuda.Stream, int, torch.Tensor], None]
 
 
 class WeightStream:
@@ -87,6 +91,7 @@ class WeightStream:
         self._kernels, self._recipes, self._host = kernels, recipes, host
         self._prefetch = prefetch
         self.hook = hook
+        self.issued: Issued = lambda what, stream, layer, raw: None
         self._device = kernels.device
         self._repacker = Repacker(kernels)
         self._copy_stream = torch.cuda.Stream(self._device)
@@ -104,6 +109,7 @@ class WeightStream:
         self._next = 0  # position to copy
         self._requested = 0
         self.bytes_copied = 0
+        self.file_wait_s = 0.0  # the host waited for a layer to be read, with nothing else left to issue
 
     @property
     def tile_slots(self) -> list[torch.Tensor]:
@@ -197,7 +203,10 @@ class WeightStream:
 
     def _copy(self, wait: bool) -> bool:
         layer = self._order[self._next % len(self._order)]
+        started = time.perf_counter() if wait else 0.0
         blob = self._host.take(layer, wait)
+        if wait:
+            self.file_wait_s += time.perf_counter() - started
         if blob is None:
             return False
         slot, stream = self._raw[self._raw_turn], self._copy_stream
@@ -210,6 +219,7 @@ class WeightStream:
         )
         self._kernels.check(code, f"copying layer {layer} to the GPU")
         slot.full.record(stream)
+        self.issued("copy", stream, layer, slot.memory)
         self._host.copied(layer, stream)
         self.bytes_copied += blob.nbytes
         self._copied.append((self._next, self._raw_turn))
@@ -222,11 +232,13 @@ class WeightStream:
         self._wait(stream, raw.full)
         self._wait(stream, tiles.free)
         self.hook("repack", stream, tiles.memory)
+        layer = self._order[position % len(self._order)]
         with torch.cuda.stream(stream):
-            for recipe in self._recipes[self._order[position % len(self._order)]]:
+            for recipe in self._recipes[layer]:
                 self._repacker.run(recipe, raw.memory.data_ptr(), tiles.memory.data_ptr())
         raw.free.record(stream)
         tiles.full.record(stream)
+        self.issued("repack", stream, layer, raw.memory)
         self._repacked.append(position)
 
     def _wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
