@@ -124,6 +124,26 @@ bool product(Engine* engine, const Norm* norm, const Matrix* matrix, float softc
   return true;
 }
 
+// A layer over any number of rows, in pieces that scratch memory is made for. False: no memory.
+bool run_layer(Engine& engine, const LayerPlan& plan, const KvLayer& kv, const BatchRows& batch, float* hidden_states) {
+  if (batch.rows <= kMaxRows) return run_layer_rows(engine, plan, kv, batch, hidden_states);
+  std::vector<SequenceRows> pieces;
+  for (int32_t start = 0; start < batch.rows; start += kMaxRows) {
+    int32_t end = std::min(start + kMaxRows, batch.rows);
+    pieces.clear();
+    for (int32_t i = 0; i < batch.num_sequences; i++) {
+      const SequenceRows& seq = batch.sequences[i];
+      int32_t first = std::max(seq.row_start, start), last = std::min(seq.row_start + seq.num_rows, end);
+      if (first < last)
+        pieces.push_back({seq.block_table, first - start, last - first, seq.start_position + first - seq.row_start});
+    }
+    BatchRows part{pieces.data(), batch.slots + start, batch.rope + (int64_t)start * plan.rope_dim,
+                   (int32_t)pieces.size(), end - start};
+    if (!run_layer_rows(engine, plan, kv, part, hidden_states + (int64_t)start * plan.hidden_size)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 extern "C" {
@@ -171,24 +191,11 @@ int32_t pipellm_supports(int32_t type) {
   return std::find(std::begin(types), std::end(types), type) != std::end(types);
 }
 
-int32_t pipellm_run_layer(Engine* engine, const LayerPlan* plan, const KvLayer* kv, const BatchRows* batch,
-                          float* hidden_states) {
+int32_t pipellm_run_layers(Engine* engine, int32_t num_layers, const LayerPlan* const* plans, const KvLayer* const* kv,
+                           const BatchRows* const* batches, float* hidden_states) {
   Turn turn(engine);
-  if (batch->rows <= kMaxRows) return run_layer_rows(*engine, *plan, *kv, *batch, hidden_states) ? 0 : -1;
-  std::vector<SequenceRows> pieces;
-  for (int32_t start = 0; start < batch->rows; start += kMaxRows) {
-    int32_t end = std::min(start + kMaxRows, batch->rows);
-    pieces.clear();
-    for (int32_t i = 0; i < batch->num_sequences; i++) {
-      const SequenceRows& seq = batch->sequences[i];
-      int32_t first = std::max(seq.row_start, start), last = std::min(seq.row_start + seq.num_rows, end);
-      if (first < last)
-        pieces.push_back({seq.block_table, first - start, last - first, seq.start_position + first - seq.row_start});
-    }
-    BatchRows part{pieces.data(), batch->slots + start, batch->rope + (int64_t)start * plan->rope_dim,
-                   (int32_t)pieces.size(), end - start};
-    if (!run_layer_rows(*engine, *plan, *kv, part, hidden_states + (int64_t)start * plan->hidden_size)) return -1;
-  }
+  for (int32_t i = 0; i < num_layers; i++)
+    if (!run_layer(*engine, *plans[i], *kv[i], *batches[i], hidden_states)) return -1;
   return 0;
 }
 

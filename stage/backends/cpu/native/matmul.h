@@ -15,6 +15,9 @@ struct Panel {
 // How many maddubs results of this many bits may be added in 16 bits: n * 2 * (2^bits - 1) * 127 < 32768.
 constexpr int adds_in_16_bits(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : 2; }
 
+// Sums are made where they stand: without this the compiler makes all products first, and spills them.
+#define IN_REGISTER(v) asm("" : "+x"(v))
+
 // Signed weights become unsigned ones, 128 more.
 template <class F>
 constexpr bool panel_is_offset() {
@@ -86,15 +89,20 @@ INLINE void dot_words8(const uint8_t* words, const int8_t* const* x, i32x8* dot)
   }
 #else
   constexpr int kAdds = adds_in_16_bits(F::kBits) < kWords ? adds_in_16_bits(F::kBits) : kWords;
+#pragma GCC unroll 4
   for (int j0 = 0; j0 < kWords; j0 += kAdds) {
     i16x16 pairs[N];
+#pragma GCC unroll 8
     for (int j = j0; j < j0 + kAdds; j++) {
       __m256i w = load<__m256i>(words + 32 * j);
+#pragma GCC unroll 4
       for (int i = 0; i < N; i++) {
         i16x16 p = (i16x16)_mm256_maddubs_epi16(w, (__m256i)splat_i32(load<int32_t>(x[i] + 4 * j)));
         pairs[i] = j == j0 ? p : pairs[i] + p;
+        IN_REGISTER(pairs[i]);
       }
     }
+#pragma GCC unroll 4
     for (int i = 0; i < N; i++) dot[i] = madd(dot[i], pairs[i], (i16x16)splat_i32(0x00010001));
   }
 #endif
@@ -111,13 +119,16 @@ INLINE void panel_dot(const Panel* panel, int32_t width, const int8_t* const* x,
     for (int g = 0; g < kGroups; g++) {
       i32x8 dot[N] = {};
       const int8_t* at[N];
+#pragma GCC unroll 4
       for (int i = 0; i < N; i++) at[i] = x[i] + 32 * u + 16 * g;
       dot_words8<F, N, 8 / kGroups>(words, at, dot);
       words += 32 * 8 / kGroups;
       f32x8 d = load<f32x8>(panel->d + 8 * (kGroups * u + g));
+#pragma GCC unroll 4
       for (int i = 0; i < N; i++) acc[i] += CONVERT(dot[i], f32x8) * (d * scale[i][u]);
       if constexpr (panel_has_minimum<F>()) {
         f32x8 m = load<f32x8>(panel->m + 8 * (kGroups * u + g));
+#pragma GCC unroll 4
         for (int i = 0; i < N; i++) acc[i] += m * sum[i][kGroups * u + g];
       }
     }
@@ -186,8 +197,10 @@ INLINE void panel_rows(const Panel* panels, int32_t num_panels, int32_t width, c
     size_t bytes = (rows_left < kPanelRows ? rows_left : kPanelRows) * sizeof(float);
     f32x8 acc[N] = {};
     if (accumulate)
+#pragma GCC unroll 4
       for (int i = 0; i < N; i++) __builtin_memcpy(&acc[i], out + i * out_stride, bytes);
     inputs.dot(panels + p, width, acc);
+#pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
       if (rows_left >= kPanelRows)
         store(out + i * out_stride, acc[i]);

@@ -84,7 +84,9 @@ void pipellm_destroy(Engine* engine);
 // 1 where matrices of this ggml type can be multiplied.
 int32_t pipellm_supports(int32_t type);
 // hidden_states [rows, hidden_size] is read and overwritten. 0, or -1 when out of memory.
-int32_t pipellm_run_layer(Engine*, const LayerPlan*, const KvLayer*, const BatchRows*, float* hidden_states);
+// Layers one after the other, each with its own plan, cache and batch (they differ in the rope's table).
+int32_t pipellm_run_layers(Engine*, int32_t num_layers, const LayerPlan* const*, const KvLayer* const*,
+                           const BatchRows* const*, float* hidden_states);
 // out[rows, embedding.cols] = scale * embedding[ids]
 void pipellm_embed(Engine*, const Matrix* embedding, const int32_t* ids, int32_t rows, float scale, float* out);
 // out[rows, output.rows] = softcap(W norm(hidden_states) + b); softcap 0: none
