@@ -56,7 +56,7 @@ class Runner:
         self._replayer: Replayer | None = None
         if self.has_embedding and self.has_head:
             self._decoder = backend.decoder(embedding, layers, head, kv, max_context)
-        else:
+        if self._decoder is None:
             self._replayer = backend.replayer(embedding, layers, kv, max_context)
 
     @property

@@ -103,7 +103,7 @@ class Decoder(Protocol):
 
 
 class Replayer(Protocol):
-    """Replays the decode forward of a part of the model."""
+    """Runs all of a runner's layers at once."""
 
     def takes(self, batch: Batch) -> bool: ...
 
@@ -193,7 +193,8 @@ class Backend(Protocol):
     def replayer(
         self, embedding: Any | None, layers: Sequence[Any], kv: Any, max_context: int
     ) -> Replayer | None:
-        """For a part of a model, if this backend has a faster way than layer by layer."""
+        """For a part of a model, or one that does not decode by itself, if this backend has a faster way than
+        layer by layer."""
 
     def streaming(self) -> StreamingCounters | None:
         """None: no weights are streamed. Called from any thread."""
@@ -219,5 +220,7 @@ class HostSampling:
     def decoder(self, embedding: Any, layers: Sequence[Any], head: Any, kv: Any, max_context: int) -> None:
         return None
 
-    def replayer(self, embedding: Any | None, layers: Sequence[Any], kv: Any, max_context: int) -> None:
+    def replayer(
+        self, embedding: Any | None, layers: Sequence[Any], kv: Any, max_context: int
+    ) -> Replayer | None:
         return None

@@ -6,7 +6,6 @@ call releases Python's lock while it runs, and calls from several threads take t
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,11 @@ from stage.backends.base import Batch, HostSampling, RawTensors
 from stage.backends.cpu import abi
 from stage.backends.cpu.cores import usable_cores
 from stage.backends.cpu.kv_cache import CpuKvCache, bytes_per_token, check_kv_dtype
+from stage.backends.cpu.layer_range import LayerRange, NativeBatch
 from stage.backends.cpu.plan import (
     Head,
     Layer,
     Plan,
-    Rope,
     build_head,
     build_layer,
     check_layer,
@@ -101,7 +100,7 @@ class CpuBackend(HostSampling):
         )
         # torch's own pool would spin against ours after every operation of the sampler's.
         torch.set_num_threads(1)
-        self._batch: _NativeBatch | None = None
+        self._batch: NativeBatch | None = None
         self._windows: LayerWindows | None = None  # where not all layers fit into memory
 
     def check(self, spec: ModelSpec) -> None:
@@ -177,26 +176,25 @@ class CpuBackend(HostSampling):
         self, layer: Layer, kv: CpuKvCache, batch: Batch, hidden_states: torch.Tensor
     ) -> torch.Tensor:
         """Works in place where `hidden_states` is contiguous."""
-        native = self._batch  # kept by this call, whatever another thread runs meanwhile
-        if native is None or native.batch is not batch:
-            native = self._batch = _NativeBatch(self._library, batch)
         hidden_states = hidden_states.contiguous()
         if self._windows is not None:
             self._windows.entering(layer.index)
-        status = self._library.pipellm_run_layer(
-            self._engine,
-            layer.plan.address,
-            kv.addresses[layer.index],
-            native.address(layer.rope),
-            hidden_states.data_ptr(),
-        )
+        self._run(LayerRange([layer], kv), batch, hidden_states)
         if self._windows is not None:
             self._windows.leaving(layer.index)
-        if status:
-            raise OutOfCapacityError(
-                f"no memory for the activations of {batch.num_rows} rows: smaller chunks"
-            )
         return hidden_states
+
+    def _run(self, layers: LayerRange, batch: Batch, hidden_states: torch.Tensor) -> None:
+        native = self._batch  # kept by this call, whatever another thread runs meanwhile
+        if native is None or native.batch is not batch:
+            native = self._batch = NativeBatch(self._library, batch)
+        layers.run(self._library, self._engine, native, hidden_states.data_ptr())
+
+    def replayer(
+        self, embedding: Embedding | None, layers: Sequence[Layer], kv: CpuKvCache, max_context: int
+    ) -> CpuReplayer | None:
+        """None where layers come from the file one by one."""
+        return CpuReplayer(self, embedding, LayerRange(layers, kv)) if self._windows is None else None
 
     def logits(self, head: Head, hidden_states: torch.Tensor) -> torch.Tensor:
         hidden_states = hidden_states.contiguous()
@@ -233,43 +231,22 @@ class CpuBackend(HostSampling):
                 )
 
 
-class _NativeBatch:
-    """A batch as the native library reads it, made once and used for every layer."""
+class CpuReplayer:
+    """A range of layers in one call."""
 
-    def __init__(self, library: ctypes.CDLL, batch: Batch) -> None:
-        self.batch = batch
-        self._library = library
-        self._positions = np.ascontiguousarray(batch.positions, np.int32)
-        self._slots = np.ascontiguousarray(batch.slots, np.int64)
-        self._tables = [np.ascontiguousarray(seq.block_table, np.int32) for seq in batch.sequences]
-        self._sequences = (abi.SequenceRows * len(batch.sequences))(
-            *(
-                abi.SequenceRows(abi.address(table), seq.row_start, seq.num_rows, seq.start_position)
-                for seq, table in zip(batch.sequences, self._tables, strict=True)
-            )
-        )
-        self._by_rope: dict[int, tuple[int, object]] = {}
-        self._by_key: dict[tuple[bytes, float], tuple[int, object]] = {}
+    def __init__(self, backend: CpuBackend, embedding: Embedding | None, layers: LayerRange) -> None:
+        self._backend, self._embedding, self._layers = backend, embedding, layers
 
-    def address(self, rope: Rope) -> int:
-        """The struct with this rope's table; layers with equal ropes share it."""
-        found = self._by_rope.get(id(rope))
-        if found is None:
-            found = self._by_key.get(rope.key) or self._make(rope)
-            self._by_rope[id(rope)] = self._by_key[rope.key] = found
-        return found[0]
+    def takes(self, batch: Batch) -> bool:
+        return True
 
-    def _make(self, rope: Rope) -> tuple[int, object]:
-        rows, half = len(self._positions), len(rope.inverse_frequencies)
-        table = np.empty((rows, 2 * half), np.float32)
-        self._library.pipellm_rope(
-            abi.address(self._positions), rows, abi.address(rope.inverse_frequencies), half, rope.magnitude,
-            abi.address(table),
-        )  # fmt: skip
-        struct = abi.BatchRows(
-            self._sequences, abi.address(self._slots), abi.address(table), len(self._sequences), rows
-        )
-        return ctypes.addressof(struct), (struct, table, rope)
+    def run(self, batch: Batch, inputs: np.ndarray | torch.Tensor) -> torch.Tensor:
+        if self._embedding is not None and isinstance(inputs, np.ndarray):
+            hidden_states = self._backend.embed(self._embedding, inputs)
+        else:
+            hidden_states = torch.as_tensor(inputs).contiguous()
+        self._backend._run(self._layers, batch, hidden_states)
+        return hidden_states
 
 
 def _chosen_variant(asked: str | None) -> str:

@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#define PIPELLM_ABI_VERSION 2
+#define PIPELLM_ABI_VERSION 3
 
 // y = W x + b. W is [rows, cols] row-major in blocks of `type` (a ggml type number).
 typedef struct {
