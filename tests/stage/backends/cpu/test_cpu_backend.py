@@ -57,7 +57,9 @@ def compare(backend: CpuBackend, rng: np.random.Generator, lengths: list[int], *
         hidden = torch.from_numpy(rng.standard_normal((batch.num_rows, 256)).astype(np.float32))
         ours = backend.run_layer(layers[0], caches[0], batch, hidden.clone())
         expected = reference.run_layer(layers[1], caches[1], batch, hidden)
-        assert (ours - expected).abs().max() < 2e-3 * expected.std()
+        difference = (ours - expected).abs()
+        assert difference.square().mean().sqrt() < 1e-3 * expected.std()
+        assert difference.max() < 1e-2 * expected.std()  # attention may turn on one small product
 
 
 @settings(max_examples=25, deadline=None)
