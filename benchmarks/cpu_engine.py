@@ -45,8 +45,9 @@ class Engine:
         self.backend = CpuBackend(threads=threads, accuracy=accuracy)
         refs = set(tensor_refs(self.spec))
         raw = raw_tensors(self.file, refs)
-        self.weight_bytes = sum(tensor.nbytes for tensor in raw.values())
         parts = (self.spec.embedding, *self.spec.layers, self.spec.head)
+        read = {ref for part in parts[1:] for ref in tensor_refs(part)}  # the embedding: one row, or the head
+        self.weight_bytes = sum(raw[ref].nbytes for ref in read)
         own = [{ref: raw[ref] for ref in tensor_refs(part)} for part in parts]
         self.embedding = self.backend.prepare_embedding(self.spec.embedding, own[0])
         self.layers = [
