@@ -1,11 +1,14 @@
-"""Advice to the kernel about pages of the mapped file: read them ahead, or let go of them."""
+"""Pages of the mapped file: advice to the kernel to read them ahead, or to let go of them; and the files by
+themselves."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -26,6 +29,19 @@ def let_go(data: np.ndarray) -> None:
     """The pages that lie wholly in a contiguous view no longer count as this process's memory; the page cache
     may keep them. The view stays valid: its pages are read again when they are touched."""
     _advise(data, mmap.MADV_DONTNEED, outwards=False)
+
+
+def open_all(paths: Iterable[Path], flags: int) -> dict[Path, int]:
+    """Descriptors of files, all of them or none. Raises OSError."""
+    files: dict[Path, int] = {}
+    try:
+        for path in paths:
+            files[path] = os.open(path, flags)
+    except BaseException:
+        for file in files.values():
+            os.close(file)
+        raise
+    return files
 
 
 def _advise(data: np.ndarray, advice: int, outwards: bool) -> bool:

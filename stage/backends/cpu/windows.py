@@ -9,7 +9,7 @@ goes by in turns gone just before it is needed. Knows pages, not what a layer co
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from common.gguf.reader import GGUFFile
 from stage.model.spec import LayerSpec, tensor_refs
 from stage.placement import Place, arrange
 from stage.weights.loader import raw_tensors
-from stage.weights.paging import let_go, populate
+from stage.weights.paging import let_go, open_all, populate
 
 _WINDOWS = 2  # the layer that is computed, and the next one that has to be read
 
@@ -46,7 +46,7 @@ class LayerWindows:
             index: self._windowed[(i + 1) % len(self._windowed)] for i, index in enumerate(self._windowed)
         }
         paths = {extent.path for extents in self._extents.values() for extent in extents}
-        self._files: Mapping[Path, int] = {path: os.open(path, os.O_RDONLY) for path in paths}
+        self._files = open_all(paths, os.O_RDONLY)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self._reading: dict[int, Future[None]] = {}
 

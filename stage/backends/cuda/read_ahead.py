@@ -19,6 +19,7 @@ import numpy as np
 
 from common.errors import CorruptDataError, PipeLLMError
 from stage.backends.cuda.host_pool import PAGE, BlobLayout
+from stage.weights.paging import open_all
 
 _PIECE_BYTES = 8 << 20
 _READERS = 4
@@ -34,7 +35,7 @@ class ReadAhead:
         self.direct = direct
         flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
         paths = {tensor.path for layout in layouts.values() for tensor in layout.tensors.values()}
-        self._files: dict[Path, int] = {path: os.open(path, flags) for path in paths}
+        self._files = open_all(paths, flags)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read-ahead")
         self._slots = list(slots)
         self._free: deque[tuple[int, Any]] = deque((slot, None) for slot in range(len(slots)))
@@ -46,7 +47,11 @@ class ReadAhead:
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no thread is to be had
+            self._close_files()
+            raise
 
     def request(self, layer: int) -> None:
         with self._changed:
@@ -90,6 +95,9 @@ class ReadAhead:
             self._changed.notify_all()
         self._thread.join()
         self._readers.shutdown()
+        self._close_files()
+
+    def _close_files(self) -> None:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
