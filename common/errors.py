@@ -45,8 +45,8 @@ class UnavailableError(PipeLLMError):
 
 
 class DeviceLostError(UnavailableError):
-    """A GPU's context is broken (an illegal access, a lost device, no memory within a step): nothing that this
-    process computes from here on can be trusted, so it ends, and its supervisor starts it anew."""
+    """A GPU's context is broken (an illegal access, a lost device, no memory within a step): nothing that
+    this process computes from here on can be trusted, so it ends, and its supervisor starts it anew."""
 
 
 class UnsupportedModelError(PipeLLMError):

@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 import psutil
-import torch
 
 from common import rpc
 from common.errors import (
@@ -37,7 +36,7 @@ from stage.backends.base import Backend
 from stage.config import StageConfig
 from stage.device import device_info
 from stage.epoch import LoadedEpoch
-from stage.faults import device_fault
+from stage.faults import device_fault, is_out_of_memory
 from stage.incoming import IncomingStreams
 from stage.links import grpc_link
 from stage.links.connect import connect
@@ -224,13 +223,17 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
             raise UnsupportedModelError("Load: several rounds or shards of a window are not supported yet")
         try:
             return self._try_load(request, on_progress, cancelled)
-        except (MemoryError, torch.OutOfMemoryError) as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             reason = str(error)
         # Another process took memory since it was looked at: once more, within what is left.
         self._log.warning("load_repeated", reason=reason)
         try:
             return self._try_load(request, on_progress, cancelled)
-        except (MemoryError, torch.OutOfMemoryError) as error:
+        except Exception as error:
+            if isinstance(error, OutOfCapacityError) or not is_out_of_memory(error):
+                raise
             raise OutOfCapacityError(f"stage {self._stage_id}: out of memory at load: {error}") from error
 
     def _try_load(

@@ -30,6 +30,7 @@ CAUGHT = {
     errors.UnsupportedVersionError: errors.NotReadyError,
     errors.OutOfCapacityError: errors.OutOfCapacityError,
     errors.UnavailableError: errors.UnavailableError,
+    errors.DeviceLostError: errors.UnavailableError,
     errors.UnsupportedModelError: errors.UnsupportedModelError,
     errors.CorruptDataError: errors.CorruptDataError,
     errors.DeadlineError: errors.DeadlineError,

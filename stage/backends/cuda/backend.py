@@ -256,12 +256,12 @@ class CudaBackend:
         return replace(offloaded.counters, max_link_bytes_per_s=self._max_link_bytes_per_s)
 
     def close(self) -> None:
-        if self.offloaded is not None:
-            self.offloaded.close()
-            self.offloaded = None
+        offloaded, self.offloaded = self.offloaded, None
         self._weights = None
         self._last = self._sampler = None
         try:
+            if offloaded is not None:
+                offloaded.close()
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
         except torch.AcceleratorError as error:  # broken before: who noticed has said so

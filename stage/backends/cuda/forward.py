@@ -104,7 +104,7 @@ class Forward:
         self.kernels = kernels
         self.linear = LinearOps(kernels)
         self.device = kernels.device
-        self._buffers: dict[tuple[str, int, bool, int], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, int, bool, int, int], torch.Tensor] = {}
         self._squares: dict[int, torch.Tensor] = {}
         floats = _ATTENTION_PARTIAL_BYTES // 4
         self._partial = torch.empty(floats, dtype=torch.float32, device=self.device)
@@ -164,14 +164,14 @@ class Forward:
 
     # --- parts ----------------------------------------------------------------------------------------------
 
-    def _buffer(self, name: str, num_rows: int, features: int, tiled: int = 0) -> torch.Tensor:
-        """An operand: f16 [>= num_rows, padded(features)], zero past `features`. Up to 64 rows it never
-        moves."""
+    def _buffer(self, name: str, num_rows: int, features: int, tiled: int = 0, each: int = 1) -> torch.Tensor:
+        """An operand: f16 [>= num_rows * each, padded(features)], zero past `features`. Up to 64 rows it
+        never moves, since graphs hold its address."""
         small = num_rows <= MATMUL_ROWS
-        key = (name, features, small, tiled)
+        key = (name, features, small, tiled, each)
         buffer = self._buffers.get(key)
-        if buffer is None or len(buffer) < num_rows:
-            shape = (MATMUL_ROWS if small else num_rows, padded(features))
+        if buffer is None or len(buffer) < num_rows * each:
+            shape = ((MATMUL_ROWS if small else num_rows) * each, padded(features))
             buffer = self._buffers[key] = torch.zeros(shape, dtype=torch.float16, device=self.device)
         return buffer
 
@@ -392,7 +392,7 @@ class Forward:
         self.kernels.launch("experts.cu", "router", (num_rows, 1, 1), 512, args, size * 4)
         x = self._normed(ffn.norm, hidden_states)
         tokens = num_rows * used
-        inner = self._buffer("inner", tokens, ffn.down.in_features)
+        inner = self._buffer("inner", num_rows, ffn.down.in_features, each=used)
         if ffn.gate_up.gated is not None:
             self.linear.run_experts(ffn.gate_up, x, chosen, used, inner, Epilogue.GATED)
         else:

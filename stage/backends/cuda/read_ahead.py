@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import CorruptDataError, PipeLLMError
+from common.log import get_logger
 from stage.backends.cuda.host_pool import PAGE, BlobLayout
 from stage.weights.paging import open_all
 
@@ -32,10 +33,9 @@ class ReadAhead:
     def __init__(self, layouts: Mapping[int, BlobLayout], slots: Sequence[np.ndarray], direct: bool) -> None:
         """`slots`: uint8, pinned, each as large as the largest layer."""
         self._layouts = layouts
-        self.direct = direct
-        flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
         paths = {tensor.path for layout in layouts.values() for tensor in layout.tensors.values()}
-        self._files = open_all(paths, flags)
+        self.direct = direct and _takes_direct_reads(paths)
+        self._files = open_all(paths, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read-ahead")
         self._slots = list(slots)
         self._free: deque[tuple[int, Any]] = deque((slot, None) for slot in range(len(slots)))
@@ -156,3 +156,14 @@ class ReadAhead:
                     f"{path}: ends at byte {offset + done}, within a tensor: it was cut while in use"
                 )
             done += count
+
+
+def _takes_direct_reads(paths: Iterable[Path]) -> bool:
+    """Some file systems know none; then the page cache has to do."""
+    try:
+        for path in paths:
+            os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        get_logger().warning("no_direct_reads", reason=str(error), cost="the page cache is read through")
+        return False
+    return True
