@@ -65,4 +65,10 @@ def parse_amount(text: str, total_bytes: int) -> int | None:
     value = float(match[1])
     if match[2]:
         return int(value * units[match[2]])
-    return int(value * total_bytes) if value <= 1 and "." in match[1] else int(value)
+    if value <= 1 and "." in match[1]:
+        return int(value * total_bytes)
+    if 0 < value < 1 << 20:
+        raise ConfigError(
+            f"{text!r} would be so many bytes: write {text.strip()}GB, or a fraction such as 0.5"
+        )
+    return int(value)

@@ -47,6 +47,7 @@ from stage.streaming_telemetry import StreamingTelemetry
 from stage.telemetry import GpuTelemetry
 
 _LOAD_WAIT_S = 5.0
+_UNLOAD_WAIT_S = 4.0  # the coordinator's patience is 5 s
 _POLL_S = 0.5  # how often a waiting stream looks whether its caller is still there
 
 
@@ -206,10 +207,14 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
             "loaded", epoch=request.epoch, layer_start=request.layer_start, layer_end=request.layer_end,
             weight_bytes=weight_bytes, kv_bytes=kv_bytes,
         )  # fmt: skip
-        yield stage_pb2.LoadResponse(
-            bytes_done=weight_bytes, bytes_total=weight_bytes, loaded=True, weight_bytes=weight_bytes,
-            kv_bytes=kv_bytes,
-        )  # fmt: skip
+        try:
+            yield stage_pb2.LoadResponse(
+                bytes_done=weight_bytes, bytes_total=weight_bytes, loaded=True, weight_bytes=weight_bytes,
+                kv_bytes=kv_bytes,
+            )  # fmt: skip
+        except GeneratorExit:  # nobody heard that it is loaded, so nobody will use it
+            self._drop(CancelledError("the coordinator left"))
+            raise
 
     def _make_loaded(
         self,
@@ -258,7 +263,12 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         return LoadedEpoch(request, runner, spec, self._failed)
 
     def Unload(self, request: Any, context: grpc.ServicerContext) -> stage_pb2.UnloadResponse:
-        self._drop(UnavailableError(f"stage {self._stage_id} was unloaded"))
+        if not self._load_lock.acquire(timeout=_UNLOAD_WAIT_S):
+            raise NotReadyError(f"stage {self._stage_id} is loading: end that load, then unload")
+        try:
+            self._drop(UnavailableError(f"stage {self._stage_id} was unloaded"))
+        finally:
+            self._load_lock.release()
         return stage_pb2.UnloadResponse()
 
     def AttachLink(

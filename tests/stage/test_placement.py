@@ -182,7 +182,8 @@ def test_amounts_are_bytes_or_fractions() -> None:
     assert parse_amount("0.5", 1000) == 500
     assert parse_amount("12GB", 0) == 12 * 10**9
     assert parse_amount("1.5GiB", 0) == 3 << 29
-    assert parse_amount("123456", 0) == 123456
-    for wrong in ("", "half", "-1", "1e9", "12 TB"):
+    assert parse_amount("12345678", 0) == 12345678
+    assert parse_amount("0", 0) == 0
+    for wrong in ("", "half", "-1", "1e9", "12 TB", "1", "16"):
         with pytest.raises(ConfigError):
             parse_amount(wrong, 1)

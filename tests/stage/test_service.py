@@ -487,6 +487,23 @@ def test_loads_that_cannot_be(server: Server, changes: dict[str, int], code: str
     server.load()
 
 
+def test_no_unload_while_a_load_is_under_way(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would succeed, and then the load would leave a model behind."""
+    monkeypatch.setattr("stage.service._UNLOAD_WAIT_S", 0.1)
+    server.gate.open.clear()
+    server.gate.reached.clear()
+    loading = server.stub.Load(server.request(), timeout=TIMEOUT_S)
+    assert server.gate.reached.wait(TIMEOUT_S)
+    with pytest.raises(grpc.RpcError) as caught:
+        server.stub.Unload(stage_pb2.UnloadRequest(), timeout=TIMEOUT_S)
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    server.gate.open.set()
+    *_, last = loading
+    assert last.loaded
+    server.stub.Unload(stage_pb2.UnloadRequest(), timeout=TIMEOUT_S)
+    assert server.epoch() == 0
+
+
 def test_one_load_at_a_time(server: Server) -> None:
     server.gate.reached.clear()
     server.gate.open.clear()
