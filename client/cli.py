@@ -40,7 +40,7 @@ _FLOATS = {
 _INTEGERS = {
     "top-k": "keep the K most likely tokens; 0 keeps all",
     "repeat-last-n": "tokens the penalties look back",
-    "seed": "the same seed gives the same text",
+    "seed": "the same seed gives the same text, where the same kernels compute it (README, Limits)",
     "max-tokens": "tokens to generate at most (default: to the context's end)",
 }
 

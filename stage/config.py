@@ -14,6 +14,7 @@ BACKENDS = ("auto", "reference", "cpu", "cuda")
 CARRIERS = ("auto", "shm", "grpc")
 ACCURACIES = ("fast", "exact")
 KV_DTYPES = ("f16", "q8_0")
+_LEAST_MEMORY_BYTES = 1 << 16
 _RANGES = {"threads": (0, 4096), "memory": (0, 2**63 - 1)}
 
 
@@ -69,6 +70,10 @@ class StageConfig:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
         check_ranges(self, _RANGES)
+        if 0 < self.memory < _LEAST_MEMORY_BYTES:
+            raise ConfigError(
+                f"memory is {self.memory} bytes, which holds no model: write bytes, 8000000000 for 8 GB"
+            )
         self.memory_settings.check()
         if not self.stage_id:
             raise ConfigError("stage_id is empty; leave it out for a name made of host and device")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, OutOfCapacityError
+from stage.config import StageConfig
 from stage.memory_settings import MemorySettings, parse_amount, parse_places
 from stage.placement import (
     Budgets,
@@ -187,3 +188,9 @@ def test_amounts_are_bytes_or_fractions() -> None:
     for wrong in ("", "half", "-1", "1e9", "12 TB", "1", "16"):
         with pytest.raises(ConfigError):
             parse_amount(wrong, 1)
+
+
+def test_a_memory_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="8000000000 for 8 GB"):
+        StageConfig(memory=5).checked()
+    assert StageConfig(memory=90_000_000).checked().memory == 90_000_000
