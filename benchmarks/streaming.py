@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.gpu import median_s
 from benchmarks.synth_model import SHAPES, write
 from common.gguf.reader import GGUFFile
 from stage.backends.base import DecodeRow, make_batch
@@ -112,18 +112,6 @@ class Engine:
     def close(self) -> None:
         del self.decoder, self.layers, self.kv, self.embedding, self.head
         self.backend.close()
-
-
-def median_s(run: Callable[[], Any], repeats: int) -> float:
-    run()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
 
 
 def link_rate() -> float:

@@ -72,9 +72,8 @@ class DecodeRow:
 
     sequence_id: int
     position: int  # of the row
-    tokens: Sequence[
-        int
-    ]  # by position, up to the row's own; shorter where the last were drawn and not yet read
+    # By position, up to the row's own; shorter where the last ones were drawn and not yet read.
+    tokens: Sequence[int]
     block_table: np.ndarray  # int32 [blocks]; covers the row, and those that follow it in the same call
     options: SamplingOptions
 

@@ -18,7 +18,7 @@ import torch
 from common.errors import InvalidRequestError
 from stage.backends.base import Batch, DecodeRow
 from stage.backends.cuda import sampling
-from stage.backends.cuda.forward import Forward, Rows, context_bucket
+from stage.backends.cuda.forward import TABLE_MARGIN, Forward, Rows, context_bucket
 from stage.backends.cuda.kv_cache import CudaKvCache
 from stage.backends.cuda.linear import Operand
 from stage.backends.cuda.pieces import AnyLayer, Piece, StepPieces
@@ -81,8 +81,7 @@ class StepRows:
     """Positions' block tables of up to 64 sequences, at fixed addresses."""
 
     def __init__(self, kv: CudaKvCache, max_context: int, device: torch.device) -> None:
-        # Attention looks up whole groups of 32 keys: with blocks of 8, up to 3 past the last.
-        width = -(-context_bucket(max_context) // kv.block_size) + 3
+        width = -(-context_bucket(max_context) // kv.block_size) + TABLE_MARGIN
         self.tables = torch.full((MAX_ROWS, width), kv.num_blocks, dtype=torch.int32, device=device)
         self._spare = kv.num_blocks
         self._lengths: list[int] = []

@@ -30,6 +30,7 @@ from stage.backends.cuda.weights import DenseFfn, Embedding, Head, Layer, MoeFfn
 from stage.model.spec import RopeKind
 
 SMALLEST_CONTEXT = 512
+TABLE_MARGIN = 7  # attention looks up whole groups of 64 keys: with blocks of 8, so many past a table's last
 _ATTENTION_PARTIAL_BYTES = 32 << 20
 _MAX_SPLITS = 64  # of a context, over blocks
 _SHORT_CONTEXT = 1024
@@ -58,8 +59,7 @@ class Rows:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Rows:
-        # Attention looks up whole groups of 64 keys: with blocks of 8, up to 7 past the last.
-        width = max(len(sequence.block_table) for sequence in batch.sequences) + 7
+        width = max(len(sequence.block_table) for sequence in batch.sequences) + TABLE_MARGIN
         tables = np.zeros((len(batch.sequences), width), np.int32)
         decode: list[tuple[int, int, int, int]] = []
         prefill: list[tuple[int, int, int]] = []
