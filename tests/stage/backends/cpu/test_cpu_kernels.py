@@ -17,8 +17,8 @@ from tests.stage.backends.cpu.random_weights import FLOAT_TYPES, random_raw
 if not variants():
     pytest.skip("the native CPU backend was not built here (no C++ compiler)", allow_module_level=True)
 
-# Largest error, in units of the results' root mean square: 16-bit activations, and one 8-bit term.
-TOLERANCE = {"exact": 5e-4, "fast": 0.15}
+# Largest `relative_error` of 16-bit activations, and of one 8-bit term: twice what thousands of cases show.
+TOLERANCE = {"exact": 5e-4, "fast": 0.06}
 
 
 def multiply(backend: CpuBackend, raw: RawTensor, x: np.ndarray) -> np.ndarray:
@@ -32,8 +32,11 @@ def multiply(backend: CpuBackend, raw: RawTensor, x: np.ndarray) -> np.ndarray:
 
 
 def relative_error(y: np.ndarray, raw: RawTensor, x: np.ndarray) -> float:
-    expected = x.astype(np.float64) @ dequantize(raw).numpy().astype(np.float64).T
-    return float(np.abs(y - expected).max() / np.sqrt((expected**2).mean()))
+    """Largest error of a product, in units of the root of its squared terms' sum: errors of its activations'
+    rounding grow with it, while the product itself may be near zero."""
+    x, weights = x.astype(np.float64), dequantize(raw).numpy().astype(np.float64).T
+    size = np.maximum(np.sqrt(x**2 @ weights**2), 1e-30)  # rows of weights may be all zeros
+    return float((np.abs(y - x @ weights) / size).max())
 
 
 @pytest.fixture(scope="module", params=[(v, a) for v in variants() for a in TOLERANCE], ids="-".join)
