@@ -46,7 +46,8 @@ class StageConfig:
         default="auto", metadata={"help": "GPU stage: auto, or where layers lie: 16:24=streamed,24:32=host"}
     )
     accuracy: str = field(
-        default="fast", metadata={"help": "CPU: fast (8-bit activations in prefill) or exact (16-bit)"}
+        default="fast",
+        metadata={"help": "CPU: fast (8-bit activations in prefill and for K-quants) or exact (16-bit)"},
     )
     kv_dtype: str = field(default="f16", metadata={"help": "CPU: KV cache in f16 or q8_0"})
     graphs: bool = field(default=True, metadata={"help": "GPU: replay decode steps as CUDA graphs"})

@@ -60,7 +60,7 @@ class CpuBackend(HostSampling):
     """Native kernels on the weights as they lie in the mapped file.
 
     `threads`: None or 0 for one a physical core available to the process. `accuracy`: "exact" multiplies by
-    16-bit activations everywhere; "fast" by 8-bit ones where many rows make arithmetic the limit (prefill).
+    16-bit activations everywhere; "fast" by 8-bit ones where 16 would hold up a step (docs/cpu.md).
     `kv_dtype`: "f16", "q8_0" or "f32". `memory_bytes`: what weights and KV cache may take; 0: what is free.
 
     Raises ConfigError for an option out of its range, or where the native library was not built.

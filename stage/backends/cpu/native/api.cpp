@@ -109,7 +109,7 @@ bool product(Engine* engine, const Norm* norm, const Matrix* matrix, float softc
         k.rms_norm(x + row * matrix->cols, norm, to);
       else
         memcpy(to, x + row * matrix->cols, matrix->cols * sizeof(float));
-      if (form != FORM_F32) k.quantise(&in, form, row, 0, matrix->cols);
+      k.quantise(&in, form, row, 0, matrix->cols);
     });
     engine->pool->barrier();
     engine->for_units(1, thread, (matrix->rows + chunk - 1) / chunk, [&](int64_t unit) {

@@ -17,12 +17,19 @@ struct OneRow {
   const float *scale, *sum32, *sum16;
 };
 
-// Asks for `kBytes` of what is read some blocks from now: rows that are read together follow one another, and so
-// do what they ask for, block after block.
-template <int kBytes, int kAhead>
-INLINE void prefetch(const uint8_t* rows, int block) {
+// How far ahead R rows that are read together ask, at least `kAhead`: they follow one another, and so do the lines
+// asked for, block after block; the last row's must be asked for before the first of them is read.
+template <int R, int kAhead>
+INLINE int64_t ahead_of(int64_t row_bytes) {
+  int64_t last_row = (R - 1) * row_bytes + 4096;
+  return last_row > kAhead ? last_row : kAhead;
+}
+
+// Asks for the lines of a block's `kBytes` at p.
+template <int kBytes>
+INLINE void prefetch(const uint8_t* p) {
 #pragma GCC unroll 16
-  for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(rows + kAhead + block * kBytes + line);
+  for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(p + line);
 }
 
 // factor[kStride r] = d times the activations' scale of row r's block; the minima's part is added to low.
@@ -91,9 +98,9 @@ INLINE void dot_rows32(const uint8_t* p, int64_t row_bytes, int blocks, const On
   Factors32<F, R> factors;
   constexpr int kStride = factors.kStride;
   f32x8 acc[R] = {};
-  const uint8_t* rows = p;
-  for (int b = 0; b < blocks; b++, p += F::kBytes) {
-    prefetch<R * F::kBytes, kDecodeAhead32>(rows, b);
+  const uint8_t* next = p + ahead_of<R, kDecodeAhead32>(row_bytes);
+  for (int b = 0; b < blocks; b++, p += F::kBytes, next += R * F::kBytes) {
+    prefetch<R * F::kBytes>(next);
     float factor[R * kStride];
     factors.get(p, row_bytes, a.scale[b], a.sum32[b], factor);
     IN_MEMORY(factor);
@@ -129,16 +136,16 @@ template <class F, int R>
 INLINE void dot_rows256(const uint8_t* p, int64_t row_bytes, int blocks, const OneRow& a, float* out) {
   constexpr int kVectors = 32 / F::kGroup;  // of eight groups a block
   f32x8 acc[R] = {}, low[R] = {};
-  const uint8_t* rows = p;
-  for (int b = 0; b < blocks; b++, p += F::kBytes) {
-    prefetch<R * F::kBytes, kDecodeAhead256>(rows, b);
+  const uint8_t* next = p + ahead_of<R, kDecodeAhead256>(row_bytes);
+  for (int b = 0; b < blocks; b++, p += F::kBytes, next += R * F::kBytes) {
+    prefetch<R * F::kBytes>(next);
     f32x8 scale = load<f32x8>(a.scale + 8 * b);
     scale *= 1.0f / F::times();
     float factor[R][8 * kVectors];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
       f32x8 d[kVectors], m[kVectors];
-      F::scales(p + r * row_bytes, d, m);
+      scales<F>(p + r * row_bytes, d, m);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; v++) {
         store(factor[r] + 8 * v, d[v] * (kVectors == 1 ? scale : twice(scale, v)));
@@ -183,42 +190,4 @@ INLINE void matvec_one(const WeightRows* w, const Activations* a, int32_t row, f
       dot_rows256<F, R>(p, w->row_bytes, w->cols / 256, x, to);
   }
   matvec_rows<F, 1>(&rest, a, &row, 0, out, 0);
-}
-
-// Unquantised weights: float32 throughout.
-template <class F>
-INLINE float dot_float(const uint8_t* p, const float* x, int32_t cols) {
-  f32x8 acc[4] = {};
-  int32_t k = 0;
-  for (; k + 32 <= cols; k += 32) {
-    __builtin_prefetch(p + k * F::kBytes + kPrefetchBytes);
-    for (int j = 0; j < 4; j++) acc[j] += F::load8(p + (k + 8 * j) * F::kBytes) * load<f32x8>(x + k + 8 * j);
-  }
-  for (; k + 8 <= cols; k += 8) acc[0] += F::load8(p + k * F::kBytes) * load<f32x8>(x + k);
-  float sum = hsum((acc[0] + acc[1]) + (acc[2] + acc[3]));
-  for (; k < cols; k++) sum += F::load1(p + k * F::kBytes) * x[k];
-  return sum;
-}
-
-void matvec(const WeightRows* w, const Activations* a, const int32_t* index, int32_t n, float* out,
-            int64_t out_stride) {
-  bool quantised = with_format(w->type, [&](auto format) __attribute__((always_inline)) {
-    using F = decltype(format);
-    if (n == 1) return matvec_one<F>(w, a, index ? index[0] : 0, out);
-    int32_t i = 0;
-    for (; i + 4 <= n; i += 4) matvec_rows<F, 4>(w, a, index, i, out, out_stride);
-    if (n - i >= 2) {
-      matvec_rows<F, 2>(w, a, index, i, out, out_stride);
-      i += 2;
-    }
-    if (n - i >= 1) matvec_rows<F, 1>(w, a, index, i, out, out_stride);
-  });
-  if (quantised) return;
-  with_float_format(w->type, [&](auto format) __attribute__((always_inline)) {
-    using F = decltype(format);
-    for (int32_t r = w->row_start; r < w->row_end; r++)
-      for (int32_t i = 0; i < n; i++)
-        out[i * out_stride + r] = dot_float<F>(w->data + r * w->row_bytes,
-                                               a->f32 + (index ? index[i] : i) * a->stride, w->cols);
-  });
 }

@@ -32,8 +32,7 @@ bool float_type(int32_t type) { return type == kTypeF32 || type == kTypeF16 || t
 
 Form form_for(const Engine& engine, const Matrix& matrix, int32_t n) {
   if (float_type(matrix.type)) return FORM_F32;
-  if (n >= kPanelMinRows && !engine.exact && engine.kernels->fast_i8(matrix.type)) return FORM_I8;
-  return FORM_I16;
+  return engine.exact ? FORM_I16 : engine.kernels->fast_form(matrix.type, n);
 }
 
 void multiply(const Engine& engine, const Matrix& matrix, int64_t expert, int32_t start, int32_t end,
@@ -41,10 +40,10 @@ void multiply(const Engine& engine, const Matrix& matrix, int64_t expert, int32_
   WeightRows weights{matrix.data + expert * matrix.expert_bytes, matrix.row_bytes, matrix.type, matrix.cols, start,
                      end};
   Form form = form_for(engine, matrix, n);
-  if (form == FORM_I8 || (form == FORM_F32 && n >= kPanelMinRows))
+  if (form == FORM_I8 || (form == FORM_F32 && n >= kFloatPanelMinRows))
     engine.kernels->matmul(&weights, &x, index, n, out, out_stride, scratch);
   else
-    engine.kernels->matvec(&weights, &x, index, n, out, out_stride);
+    engine.kernels->matvec(&weights, &x, form, index, n, out, out_stride);
   if (matrix.bias)
     for (int32_t i = 0; i < n; i++)
       engine.kernels->add(out + i * out_stride + start, matrix.bias + start, end - start);
@@ -59,7 +58,8 @@ int64_t padded(int64_t width) { return (width + 255) / 256 * 256; }
 size_t activations_bytes(int64_t rows, int64_t width) {
   size_t elements = static_cast<size_t>(rows * padded(width));
   size_t scales = Arena::rounded(elements / 32 * 4) * 2 + Arena::rounded(elements / 16 * 4);
-  return Arena::rounded(elements * 4) + Arena::rounded(elements * 2) + Arena::rounded(elements) + 2 * scales;
+  size_t block_i8 = Arena::rounded(elements) + Arena::rounded(elements / 256 * 4) + Arena::rounded(elements / 16 * 2);
+  return Arena::rounded(elements * 4) + Arena::rounded(elements * 2) + Arena::rounded(elements) + 2 * scales + block_i8;
 }
 
 Activations take_activations(Arena& arena, int64_t rows, int64_t width) {
@@ -75,11 +75,14 @@ Activations take_activations(Arena& arena, int64_t rows, int64_t width) {
     forms[i]->sum32 = static_cast<float*>(arena.take(elements / 32 * 4));
     forms[i]->sum16 = static_cast<float*>(arena.take(elements / 16 * 4));
   }
+  x.block_i8.q = static_cast<int8_t*>(arena.take(elements));
+  x.block_i8.scale = static_cast<float*>(arena.take(elements / 256 * 4));
+  x.block_i8.sum16 = static_cast<int16_t*>(arena.take(elements / 16 * 2));
   return x;
 }
 
 int32_t chunk_rows(int32_t rows, int32_t threads, int32_t n) {
-  if (n >= kPanelMinRows) return std::clamp((rows / (threads * 8) + 31) / 32 * 32, 32, 64);
+  if (n >= kFloatPanelMinRows) return std::clamp((rows / (threads * 8) + 31) / 32 * 32, 32, 64);
   // Several chunks a thread, so that a slow one costs little; few enough that drawing them costs nothing; of those
   // the number that leaves the threads most nearly the same.
   int32_t best = 32, least = INT32_MAX;

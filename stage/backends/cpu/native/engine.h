@@ -58,8 +58,8 @@ struct Engine {
 
 // A pass's rows at most; longer batches go through a layer in several passes.
 constexpr int32_t kMaxRows = 512;
-// From this many rows on, unpacking weights into panels pays (16-bit activations gain nothing from panels).
-constexpr int32_t kPanelMinRows = 9;
+// From this many rows on, panels multiply weights of unquantised types.
+constexpr int32_t kFloatPanelMinRows = 9;
 
 bool float_type(int32_t type);
 // The form a product of n rows with this matrix wants its input in.

@@ -8,7 +8,8 @@
 //                             `times` as large. times() has a factor for each lane of their products (kBlock 32) or
 //                             for each u (kBlock 256)
 //   scale(p, d, m)            kBlock 32: the block's d and m
-//   scales(p, d, m)           kBlock 256: d and m of its groups, eight a vector
+//   packed(p, d, m)           kBlock 256: d and m of its groups as signed bytes, eight a word, in units of factors(p):
+//                             those of d and of -m
 // m is left alone where kSigned: it is zero; it is -kOffset d where kOffset is not 0. Blocks of 32 that begin with
 // halves have kHalves of them: 1, d; or 2, d and m.
 
@@ -19,14 +20,6 @@ enum {
 };
 
 INLINE uint32_t load_u32(const uint8_t* p) { return load<uint32_t>(p); }
-
-INLINE f32x8 bytes_to_f32(uint64_t bytes) {
-#if defined(__AVX2__)
-  return (f32x8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes)));
-#else
-  return CONVERT(load<u8x8>(&bytes), f32x8);
-#endif
-}
 
 INLINE f32x8 signed_bytes_to_f32(uint64_t bytes) {
 #if defined(__AVX2__)
@@ -136,6 +129,11 @@ struct MXFP4 : SplitBytes<MXFP4> {
   }
 };
 
+// Eight bytes below 64, each less 32: no byte borrows from its neighbour.
+INLINE uint64_t minus_32(uint64_t bytes) {
+  return ((bytes | 0x8080808080808080) - 0x2020202020202020) ^ 0x8080808080808080;
+}
+
 struct Q2_K {
   enum { kBlock = 256, kBytes = 84, kGroup = 16, kSigned = 0, kBits = 2, kOffset = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int u) {
@@ -148,13 +146,12 @@ struct Q2_K {
     odd = (i16x16)(v >> 8 & mask);
   }
   static INLINE f32x8 times() { return (f32x8){1, 4, 16, 64, 1, 4, 16, 64}; }
-  static INLINE void scales(const uint8_t* p, f32x8* d, f32x8* m) {
-    f32x4 factors = load_f16_pair(p + 80);
-    f32x8 scale = splat(factors[0]), minimum = splat(-factors[1]);
+  static INLINE f32x4 factors(const uint8_t* p) { return load_f16_pair(p + 80); }
+  static INLINE void packed(const uint8_t* p, uint64_t* d, uint64_t* m) {
     for (int i = 0; i < 2; i++) {
-      uint64_t packed = load<uint64_t>(p + 8 * i);
-      d[i] = scale * bytes_to_f32(packed & 0x0f0f0f0f0f0f0f0f);
-      m[i] = minimum * bytes_to_f32(packed >> 4 & 0x0f0f0f0f0f0f0f0f);
+      uint64_t both = load<uint64_t>(p + 8 * i);
+      d[i] = both & 0x0f0f0f0f0f0f0f0f;
+      m[i] = both >> 4 & 0x0f0f0f0f0f0f0f0f;
     }
   }
 };
@@ -166,27 +163,21 @@ struct Q3_K : SplitBytes<Q3_K> {
     u16x16 high = load<u16x16>(p);
     return low | ((u8x32)(u < 2 ? high << (2 - u) : high >> (u - 2)) & 4);
   }
-  static INLINE void scales(const uint8_t* p, f32x8* d, f32x8* m) {
+  static INLINE f32x4 factors(const uint8_t* p) { return (f32x4){f16_to_f32(p + 108)}; }
+  static INLINE void packed(const uint8_t* p, uint64_t* d, uint64_t*) {
     uint64_t low = load<uint64_t>(p + 96);
     uint64_t high = load_u32(p + 104);  // two bits of scales i, i + 4, i + 8, i + 12 in byte i
     high |= high << 30;                 // now scales 0-3 (and 4-7) at bits 0-1 of bytes 0-3 (and 4-7)
-    f32x8 scale = splat(f16_to_f32(p + 108));
-    for (int i = 0; i < 2; i++) {
-      uint64_t packed = (low >> 4 * i & 0x0f0f0f0f0f0f0f0f) | (high >> 4 * i & 0x0303030303030303) << 4;
-      d[i] = scale * (bytes_to_f32(packed) - 32.0f);
-      m[i] = d[i] * -4.0f;
-    }
+    for (int i = 0; i < 2; i++)
+      d[i] = minus_32((low >> 4 * i & 0x0f0f0f0f0f0f0f0f) | (high >> 4 * i & 0x0303030303030303) << 4);
   }
 };
 
 // The eight 6-bit scales and minima of Q4_K and Q5_K, from 12 bytes.
-INLINE void scales_k4(const uint8_t* p, f32x8* d, f32x8* m) {
+INLINE void packed_k4(const uint8_t* p, uint64_t* d, uint64_t* m) {
   uint32_t a = load_u32(p + 4), b = load_u32(p + 8), c = load_u32(p + 12);
-  uint64_t scale = (a & 0x3f3f3f3f) | (uint64_t)((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)) << 32;
-  uint64_t minimum = (b & 0x3f3f3f3f) | (uint64_t)((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)) << 32;
-  f32x4 factors = load_f16_pair(p);
-  *d = bytes_to_f32(scale) * factors[0];
-  *m = bytes_to_f32(minimum) * -factors[1];
+  *d = (a & 0x3f3f3f3f) | (uint64_t)((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)) << 32;
+  *m = (b & 0x3f3f3f3f) | (uint64_t)((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)) << 32;
 }
 
 struct Q4_K {
@@ -202,7 +193,8 @@ struct Q4_K {
     odd = (i16x16)(v >> 8 & mask);
   }
   static INLINE f32x8 times() { return (f32x8){1, 16, 1, 16, 1, 16, 1, 16}; }
-  static INLINE void scales(const uint8_t* p, f32x8* d, f32x8* m) { scales_k4(p, d, m); }
+  static INLINE f32x4 factors(const uint8_t* p) { return load_f16_pair(p); }
+  static INLINE void packed(const uint8_t* p, uint64_t* d, uint64_t* m) { packed_k4(p, d, m); }
 };
 
 struct Q5_K : SplitBytes<Q5_K> {
@@ -213,7 +205,8 @@ struct Q5_K : SplitBytes<Q5_K> {
     high = u < 4 ? high << (4 - u) : high >> (u - 4);
     return ((u8x32)(u & 1 ? v >> 4 : v) & 0x0f) | ((u8x32)high & 16);
   }
-  static INLINE void scales(const uint8_t* p, f32x8* d, f32x8* m) { scales_k4(p, d, m); }
+  static INLINE f32x4 factors(const uint8_t* p) { return load_f16_pair(p); }
+  static INLINE void packed(const uint8_t* p, uint64_t* d, uint64_t* m) { packed_k4(p, d, m); }
 };
 
 struct Q6_K : SplitBytes<Q6_K> {
@@ -225,19 +218,15 @@ struct Q6_K : SplitBytes<Q6_K> {
     high = quarter == 0 ? high << 4 : quarter == 1 ? high << 2 : quarter == 2 ? high : high >> 2;
     return ((u8x32)(quarter & 2 ? v >> 4 : v) & 0x0f) | ((u8x32)high & 0x30);
   }
-  static INLINE void scales(const uint8_t* p, f32x8* d, f32x8* m) {
-    f32x8 scale = splat(f16_to_f32(p + 208));
-    for (int i = 0; i < 2; i++) {
-      d[i] = scale * signed_bytes_to_f32(load<uint64_t>(p + 192 + 8 * i));
-      m[i] = d[i] * -32.0f;
-    }
-  }
+  static INLINE f32x4 factors(const uint8_t* p) { return (f32x4){f16_to_f32(p + 208)}; }
+  static INLINE void packed(const uint8_t* p, uint64_t* d, uint64_t*) { __builtin_memcpy(d, p + 192, 16); }
 };
 
 struct IQ4_XS : SplitBytes<IQ4_XS> {
   enum { kBlock = 256, kBytes = 136, kGroup = 32, kSigned = 1, kBits = 8, kOffset = 0 };
   static INLINE u8x32 quants(const uint8_t* p, int u) { return lookup16(kIq4Values, nibbles(p + 8 + 16 * u)); }
-  static INLINE void scales(const uint8_t* p, f32x8* d, f32x8*) {
+  static INLINE f32x4 factors(const uint8_t* p) { return (f32x4){f16_to_f32(p)}; }
+  static INLINE void packed(const uint8_t* p, uint64_t* d, uint64_t*) {
     uint64_t low = load_u32(p + 4), high = load<uint16_t>(p + 2);  // 4 and 2 bits of each, spread to bytes
     low = (low | low << 16) & 0x0000ffff0000ffff;
     low = (low | low << 8) & 0x00ff00ff00ff00ff;
@@ -245,9 +234,24 @@ struct IQ4_XS : SplitBytes<IQ4_XS> {
     high = (high | high << 24) & 0x000000ff000000ff;
     high = (high | high << 12) & 0x000f000f000f000f;
     high = (high | high << 6) & 0x0303030303030303;
-    *d = (bytes_to_f32(low | high << 4) - 32.0f) * f16_to_f32(p);
+    *d = minus_32(low | high << 4);
   }
 };
+
+// d and m of a block of 256's groups, eight a vector.
+template <class F>
+INLINE void scales(const uint8_t* p, f32x8* d, f32x8* m) {
+  uint64_t packed_d[2], packed_m[2];
+  F::packed(p, packed_d, packed_m);
+  f32x4 factors = F::factors(p);
+  for (int i = 0; i < 32 / F::kGroup; i++) {
+    d[i] = signed_bytes_to_f32(packed_d[i]) * factors[0];
+    if constexpr (F::kOffset != 0)
+      m[i] = d[i] * -(float)(int)F::kOffset;
+    else if constexpr (!F::kSigned)
+      m[i] = signed_bytes_to_f32(packed_m[i]) * -factors[1];
+  }
+}
 
 // Unquantised types, eight weights at a time.
 struct F32 {

@@ -2,11 +2,12 @@
 #pragma once
 #include "plan.h"
 
-// The forms a product's input can take. Integer forms are per block of 32 elements: x ~ scale * q.
+// The forms a product's input can take. Integer forms have x ~ scale * q, one scale for a block of 32 or 256 elements.
 enum Form {
-  FORM_F32 = 1,  // for unquantised weights
-  FORM_I16 = 2,  // exact: |q| <= 16383
-  FORM_I8 = 4,   // fast: |q| <= 127
+  FORM_F32 = 1,       // for unquantised weights
+  FORM_I16 = 2,       // exact: |q| <= 16383
+  FORM_I8 = 4,        // fast, many rows: |q| <= 127
+  FORM_BLOCK_I8 = 8,  // fast, few rows, for weights in blocks of 256: |q| <= 127, one scale for 256
 };
 
 // The integer form of `rows` inputs. I16 blocks hold the even elements, then the odd ones.
@@ -17,9 +18,16 @@ struct Quantised {
   float* sum16;  // [rows, stride / 16]: the same for each half
 };
 
+struct BlockQuantised {
+  int8_t* q;       // [rows, stride]
+  float* scale;    // [rows, stride / 256]
+  int16_t* sum16;  // [rows, stride / 16]: sums of 16 q; a block's first halves of 32 before its second halves
+};
+
 struct Activations {
   float* f32;  // [rows, stride]
   Quantised i16, i8;
+  BlockQuantised block_i8;
   int64_t stride;     // elements; a multiple of 256
 };
 
@@ -43,15 +51,15 @@ struct KvHead {
 
 struct Kernels {
   const char* name;
-  // out[i, r] = W[r] . x[index[i]], i < n, r in the rows; index null: x[i]. Inputs in FORM_I16 or FORM_F32.
-  void (*matvec)(const WeightRows*, const Activations*, const int32_t* index, int32_t n, float* out,
+  // out[i, r] = W[r] . x[index[i]], i < n, r in the rows; index null: x[i]. Inputs in `form`, any but FORM_I8.
+  void (*matvec)(const WeightRows*, const Activations*, Form form, const int32_t* index, int32_t n, float* out,
                  int64_t out_stride);
   // the same through panels of unpacked weights, with inputs in FORM_I8, or FORM_F32 for unquantised types
   void (*matmul)(const WeightRows*, const Activations*, const int32_t* index, int32_t n, float* out,
                  int64_t out_stride, void* scratch);
-  // whether 8-bit activations are this variant's faster way to multiply many rows of this type
-  bool (*fast_i8)(int32_t type);
-  // x[row, start : end) into the integer forms of `forms`; start and end multiples of 32
+  // the form in which this variant multiplies n rows with this type fastest
+  Form (*fast_form)(int32_t type, int32_t n);
+  // x[row, start : end) into the integer forms of `forms`; start and end multiples of 32, of 256 for FORM_BLOCK_I8
   void (*quantise)(const Activations*, int32_t forms, int64_t row, int32_t start, int32_t end);
   void (*dequantise)(const uint8_t* row, int32_t type, int32_t cols, float scale, float* out);
   void (*rms_norm)(const float* x, const Norm*, float* out);

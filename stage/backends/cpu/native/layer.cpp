@@ -93,7 +93,7 @@ bool LayerRun::prepare() {
 
 void LayerRun::norm_into(const Norm& norm, const float* from, Activations& x, int32_t row, int32_t forms) {
   k_.rms_norm(from, &norm, x.f32 + row * x.stride);
-  if (forms & ~FORM_F32) k_.quantise(&x, forms, row, 0, s_.hidden);
+  k_.quantise(&x, forms, row, 0, s_.hidden);
 }
 
 // Adds a branch's output, through its post norm where there is one, to the residual stream.
@@ -131,6 +131,17 @@ void LayerRun::project(Private& own, int phase, const Matrix& matrix, const Acti
   engine_.pool->barrier();
 }
 
+// Forms in blocks longer than a unit of what makes the input: once all of it is there.
+void LayerRun::quantise_blocks(Private& own, int32_t forms, int32_t rows) {
+  if (!(forms & FORM_BLOCK_I8)) return;
+  int32_t blocks = s_.ffn / 256;
+  engine_.for_units(kHidden, own.thread, (int64_t)rows * blocks, [&](int64_t unit) {
+    int32_t start = (int32_t)(unit % blocks) * 256;
+    k_.quantise(&h_, FORM_BLOCK_I8, unit / blocks, start, start + 256);
+  });
+  engine_.pool->barrier();
+}
+
 void LayerRun::dense(Private& own) {
   int32_t forms = form_for(engine_, plan_.down, s_.rows);
   for_chunks(own, kGateUp, s_.ffn, [&](int32_t start, int32_t end) {
@@ -139,10 +150,11 @@ void LayerRun::dense(Private& own) {
     multiply(engine_, plan_.up, 0, start, end, x, nullptr, s_.rows, up_, s_.ffn, own.scratch);
     for (int32_t row = 0; row < s_.rows; row++) {
       k_.gated(h_.f32 + row * h_.stride + start, up_ + (int64_t)row * s_.ffn + start, end - start, plan_.activation);
-      if (forms & ~FORM_F32) k_.quantise(&h_, forms, row, start, end);
+      k_.quantise(&h_, forms & ~FORM_BLOCK_I8, row, start, end);
     }
   });
   engine_.pool->barrier();
+  quantise_blocks(own, forms, s_.rows);
   project(own, kDown, plan_.down, h_);
 }
 

@@ -130,5 +130,5 @@ void LayerRun::merge_heads(Activations& x, int32_t row, int32_t forms) {
     for (int32_t i = 0; i < plan_.head_dim; i++) to[i] /= total;
   }
   int32_t width = plan_.num_heads * plan_.head_dim;
-  if (forms & ~FORM_F32) k_.quantise(&x, forms, row, 0, width);
+  k_.quantise(&x, forms, row, 0, width);
 }

@@ -60,10 +60,11 @@ void LayerRun::experts(Private& own) {
     multiply(engine_, plan_.up, expert, start, end, x, rows, n, up_ + (int64_t)slot * s_.ffn, s_.ffn, own.scratch);
     for (int32_t i = slot; i < slot + n; i++) {
       k_.gated(h_.f32 + i * h_.stride + start, up_ + (int64_t)i * s_.ffn + start, end - start, plan_.activation);
-      if (forms & ~FORM_F32) k_.quantise(&h_, forms, i, start, end);
+      k_.quantise(&h_, forms & ~FORM_BLOCK_I8, i, start, end);
     }
   });
   engine_.pool->barrier();
+  quantise_blocks(own, forms, s_.slots);
   int32_t down_chunk = 32 * std::max(1, s_.hidden / 32 / (2 * s_.threads));
   int32_t down_chunks = (s_.hidden + down_chunk - 1) / down_chunk;
   engine_.for_units(kDown, own.thread, (int64_t)plan_.num_experts * down_chunks, [&](int64_t unit) {

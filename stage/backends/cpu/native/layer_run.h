@@ -83,6 +83,7 @@ class LayerRun {
                    int32_t count);
   void merge_heads(Activations& x, int32_t row, int32_t forms);
   void project(Private& own, int phase, const Matrix& matrix, const Activations& x);
+  void quantise_blocks(Private& own, int32_t forms, int32_t rows);
   void dense(Private& own);
   void route(Private& own, int32_t row);
   void place_slots();

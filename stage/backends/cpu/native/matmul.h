@@ -47,7 +47,7 @@ INLINE void unpack(const uint8_t* const rows[kPanelRows], int32_t k, int32_t wid
         store(m, load<f32x8>(ms));
     } else {
       f32x8 ds[8][2], ms[8][2];
-      for (int i = 0; i < 8; i++) F::scales(rows[i] + (int64_t)b * F::kBytes, ds[i], ms[i]);
+      for (int i = 0; i < 8; i++) scales<F>(rows[i] + (int64_t)b * F::kBytes, ds[i], ms[i]);
       for (int v = 0; v < kGroupVectors / 8; v++) {
         i32x8 t[8];
         for (int i = 0; i < 8; i++) t[i] = (i32x8)ds[i][v];
@@ -241,12 +241,6 @@ INLINE void matmul_panels(const WeightRows* w, const Activations* a, const int32
 template <class F>
 constexpr bool has_fast_i8() {
   return DOT4_NATIVE || !F::kSigned;
-}
-
-bool fast_i8(int32_t type) {
-  bool fast = false;
-  with_format(type, [&](auto format) { fast = has_fast_i8<decltype(format)>(); });
-  return fast;
 }
 
 void matmul(const WeightRows* w, const Activations* a, const int32_t* index, int32_t n, float* out,

@@ -45,7 +45,7 @@ INLINE void dot_blocks256(const uint8_t* p, int blocks, const int16_t* const* x,
   for (int b = 0; b < blocks; b++, p += F::kBytes) {
     for (int line = 0; line < F::kBytes; line += 64) __builtin_prefetch(p + kPrefetchBytes + line);
     f32x8 d[kVectors], m[kVectors];
-    F::scales(p, d, m);
+    scales<F>(p, d, m);
     float ds[N][8 * kVectors];
     for (int i = 0; i < N; i++) {
       if constexpr (kVectors == 1) {

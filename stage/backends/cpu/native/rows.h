@@ -12,14 +12,50 @@ INLINE void block_sums(const Quantised& q, int64_t block, float scale, i32x8 fir
   q.sum32[block] = low + high;
 }
 
+// Magnitudes as bits, which order as the numbers do, with NaN above all.
+INLINE i32x8 magnitudes(f32x8 v) { return (i32x8)v & 0x7fffffff; }
+INLINE i32x8 larger(i32x8 a, i32x8 b) { return a > b ? a : b; }
+
+// The largest of eight; NaN where one is infinite or NaN, so that products become NaN too.
+INLINE float largest_of(i32x8 bits) {
+  bits = larger(bits, SHUFFLE(i32x8, bits, bits, 4, 5, 6, 7, 0, 1, 2, 3));
+  bits = larger(bits, SHUFFLE(i32x8, bits, bits, 2, 3, 0, 1, 6, 7, 4, 5));
+  bits = larger(bits, SHUFFLE(i32x8, bits, bits, 1, 0, 3, 2, 5, 4, 7, 6));
+  float largest = ((f32x8)bits)[0];
+  return largest < 3e38f ? largest : __builtin_nanf("");
+}
+
+INLINE float largest_of(const f32x8 (&v)[4]) {
+  return largest_of(larger(larger(magnitudes(v[0]), magnitudes(v[1])), larger(magnitudes(v[2]), magnitudes(v[3]))));
+}
+
+// One block of 256 from x[at] on.
+INLINE void quantise_block(const Activations* a, int64_t at) {
+  const float* x = a->f32 + at;
+  i32x8 top = {};
+  for (int i = 0; i < 32; i++) top = larger(top, magnitudes(load<f32x8>(x + 8 * i)));
+  float largest = largest_of(top);
+  f32x8 inverse = splat(largest > 0 ? 127.0f / largest : 0);
+  int8_t* q = a->block_i8.q + at;
+  int16_t* sum = a->block_i8.sum16 + at / 16;
+  for (int u = 0; u < 8; u++) {
+    i32x8 r[4];
+    for (int i = 0; i < 4; i++) r[i] = round_to_int(load<f32x8>(x + 32 * u + 8 * i) * inverse);
+    store(q + 32 * u, narrow8(narrow16(r[0], r[1]), narrow16(r[2], r[3])));
+    sum[u] = (int16_t)hsum_i32(r[0] + r[1]);
+    sum[8 + u] = (int16_t)hsum_i32(r[2] + r[3]);
+  }
+  a->block_i8.scale[at / 256] = largest / 127.0f;
+}
+
 void quantise(const Activations* a, int32_t forms, int64_t row, int32_t start, int32_t end) {
+  for (int32_t k = start; k < end && forms & FORM_BLOCK_I8; k += 256) quantise_block(a, row * a->stride + k);
   for (int32_t k = start; k < end && forms & (FORM_I16 | FORM_I8); k += 32) {
     const float* x = a->f32 + row * a->stride + k;
     int64_t block = (row * a->stride + k) / 32;
     f32x8 v[4];
     for (int i = 0; i < 4; i++) v[i] = load<f32x8>(x + 8 * i);
-    float largest = hmax(vmax(vmax(vabs(v[0]), vabs(v[1])), vmax(vabs(v[2]), vabs(v[3]))));
-    if (!(largest < 3e38f)) largest = __builtin_nanf("");  // infinity too: the products become NaN
+    float largest = largest_of(v);
     if (forms & FORM_I16) {
       f32x8 inverse = splat(largest > 0 ? kI16Largest / largest : 0);
       i32x8 even[2], odd[2];
@@ -52,7 +88,7 @@ void dequantise(const uint8_t* row, int32_t type, int32_t cols, float scale, flo
         F::scale(row, d[0], m[0]);
       } else {
         f32x8 ds[2], ms[2] = {};
-        F::scales(row, ds, ms);
+        scales<F>(row, ds, ms);
         for (int i = 0; i < 32 / F::kGroup; i++) {
           store(d + 8 * i, ds[i]);
           store(m + 8 * i, ms[i]);
@@ -160,7 +196,7 @@ void store_kv(const float* x, int32_t dim, int32_t type, uint8_t* out) {
   for (int32_t k = 0; k < dim; k += 32, out += 34) {
     f32x8 v[4];
     for (int i = 0; i < 4; i++) v[i] = load<f32x8>(x + k + 8 * i);
-    float largest = hmax(vmax(vmax(vabs(v[0]), vabs(v[1])), vmax(vabs(v[2]), vabs(v[3]))));
+    float largest = largest_of(v);
     f32x8 inverse = splat(largest > 0 ? 127.0f / largest : 0);
     uint8_t scale[16];
     store_f16(scale, splat(largest / 127.0f));

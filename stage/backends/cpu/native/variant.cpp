@@ -14,7 +14,9 @@ namespace {
 #include "narrow.h"
 #include "matvec.h"
 #include "decode.h"
+#include "decode8.h"
 #include "matmul.h"
+#include "products.h"
 #include "rows.h"
 #include "attention.h"
 
@@ -30,7 +32,7 @@ static_assert(sizeof(AttentionScratch) <= kScratchBytes, "attention's tiles fit"
 extern "C" {
 extern const Kernels TABLE(PIPELLM_VARIANT);
 const Kernels TABLE(PIPELLM_VARIANT) = {
-    STRING(PIPELLM_VARIANT), matvec, matmul, fast_i8, quantise, dequantise, rms_norm,  gated,
+    STRING(PIPELLM_VARIANT), matvec, matmul, fast_form, quantise, dequantise, rms_norm,  gated,
     add,                     add_scaled, softcap, rope, store_kv, attention, sum_bytes,
 };
 }

@@ -40,7 +40,6 @@ INLINE f32x8 splat(float x) { return (f32x8){x, x, x, x, x, x, x, x}; }
 INLINE i32x8 splat_i32(int32_t x) { return (i32x8){x, x, x, x, x, x, x, x}; }
 INLINE f32x8 vmax(f32x8 a, f32x8 b) { return a > b ? a : b; }  // b where a is NaN
 INLINE f32x8 vmin(f32x8 a, f32x8 b) { return a < b ? a : b; }
-INLINE f32x8 vabs(f32x8 a) { return (f32x8)((i32x8)a & 0x7fffffff); }
 
 INLINE float hsum(f32x8 v) {
   f32x8 a = v + SHUFFLE(i32x8, v, v, 4, 5, 6, 7, 0, 1, 2, 3);

@@ -65,13 +65,20 @@ def test_products_of_any_shape(backend: CpuBackend, ggml_type: GGMLType, data: s
     assert relative_error(y, raw, x) < TOLERANCE[backend.accuracy]
 
 
-def test_zeros_are_exact_and_infinities_do_not_vanish(backend: CpuBackend) -> None:
-    raw = random_raw(np.random.default_rng(3), GGMLType.Q4_K, (32, 512))
-    x = np.zeros((9, 512), np.float32)
+@pytest.mark.parametrize("ggml_type", [GGMLType.Q4_0, GGMLType.Q4_K], ids=lambda t: t.name)
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_zeros_are_exact_and_what_is_no_number_does_not_vanish(
+    backend: CpuBackend, ggml_type: GGMLType, rows: int
+) -> None:
+    raw = random_raw(np.random.default_rng(3), ggml_type, (32, 512))
+    x = np.zeros((rows, 512), np.float32)
     assert not multiply(backend, raw, x).any()
-    x[4, 100] = np.inf
-    y = multiply(backend, raw, x)
-    assert np.isnan(y[4]).all() and not y[:4].any() and not y[5:].any()
+    for value in (np.inf, np.nan):
+        for column in (0, 9, 100, 255, 511):
+            x[-1] = np.random.default_rng(column).standard_normal(512)
+            x[-1, column] = value
+            y = multiply(backend, raw, x)
+            assert np.isnan(y[-1]).all() and not y[:-1].any()
 
 
 @pytest.mark.parametrize("ggml_type", list(BLOCK_LAYOUTS), ids=lambda t: t.name)
