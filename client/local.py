@@ -30,8 +30,9 @@ class LocalMesh:
     """`with LocalMesh("model.gguf", stages=2) as mesh: mesh.client.generate(...)`
 
     Stages: one per GPU, or `stages` of them on the CPU (one, where there is no GPU). `context_length` is
-    what a sequence may hold (0: the coordinator's default), `threads` what each CPU stage uses (0: an equal
-    share of the cores). `on_event` hears of the start: `LoadProgress`, the `Plan`, the loaded `Model`.
+    what a sequence may hold (0: the coordinator's default), `threads` what each CPU stage uses (0: all cores,
+    shared by those who compute at one time). `on_event` hears of the start: `LoadProgress`, the `Plan`, the
+    loaded `Model`.
 
     Entering starts the daemons and loads the model; raises UnknownModelError when there is no such file,
     UnavailableError with a daemon's last words when one ends, DeadlineError when they do not get ready, and
@@ -56,7 +57,7 @@ class LocalMesh:
         self.model_path = Path(os.path.abspath(model))
         self.devices = ["cpu"] * stages if stages else _default_devices()
         self._context_length = context_length
-        self._threads = threads or _fair_share(len(self.devices))
+        self._threads = threads
         self._on_event = on_event
         self._children: list[ChildProcess] = []
         self._folder: PrivateFolder | None = None
@@ -165,11 +166,6 @@ def _model_folder(folder: Path, path: Path) -> Path:
         if _model_name(part) == _model_name(path):
             (models / f"{part.name.removesuffix('.gguf')}.gguf").symlink_to(part)
     return models
-
-
-def _fair_share(stages: int) -> int:
-    """Threads for each of several CPU stages; 0, the stage's own choice, for a single one."""
-    return max(1, len(os.sched_getaffinity(0)) // stages) if stages > 1 else 0
 
 
 def _default_devices() -> list[str]:

@@ -31,7 +31,9 @@ class StageConfig:
     )
     backend: str = field(default="auto", metadata={"help": "reference, cpu, cuda, or auto"})
     device: str = field(default="auto", metadata={"help": "cpu, cuda:N, or auto"})
-    threads: int = field(default=0, metadata={"help": "computing threads on a CPU; 0: all cores"})
+    threads: int = field(
+        default=0, metadata={"help": "computing threads on a CPU; 0: all cores, shared by the host's stages"}
+    )
     memory: int = field(default=0, metadata={"help": "bytes for weights and KV cache; 0: what is free"})
     gpu_memory: str = field(
         default="auto", metadata={"help": "of the GPU, all in all: auto, bytes (12GB) or a fraction (0.5)"}

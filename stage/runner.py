@@ -152,8 +152,10 @@ class Runner:
         return hidden_states
 
     def logits(self, hidden_states: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """Logits of the named rows: [rows, hidden_size] and int [n] -> float32 [n, vocab_size]."""
-        return self._backend.logits(self._head, hidden_states[torch.from_numpy(rows)])
+        """Logits of the named rows, ascending: [rows, hidden_size] and int [n] -> float32 [n, vocab_size]."""
+        if len(rows) < len(hidden_states):
+            hidden_states = hidden_states[torch.from_numpy(rows)]
+        return self._backend.logits(self._head, hidden_states)
 
     def sample(
         self,
@@ -162,7 +164,7 @@ class Runner:
         options: Sequence[SamplingOptions],
         histories: Sequence[Sequence[int]],
     ) -> list[Drawn]:
-        """A token after each of the named rows; `histories[i]` holds all tokens up to row i's own."""
+        """A token after each of the named rows, ascending; `histories[i]`: all tokens up to row i's own."""
         return self._backend.sample(self.logits(hidden_states, rows), options, histories)
 
     def close(self) -> None:

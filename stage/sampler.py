@@ -76,8 +76,8 @@ def sample(
     if not (values[np.arange(len(values)), greedy] < np.inf).all():
         raise CorruptDataError(NOT_NUMBERS)
     return [
-        Drawn(int(best)) if chosen.is_plain_greedy else _sample_row(row, chosen, history)
-        for row, best, chosen, history in zip(logits, greedy, options, histories, strict=True)
+        Drawn(int(best)) if chosen.is_plain_greedy else _sample_row(logits[row], chosen, history)
+        for row, (best, chosen, history) in enumerate(zip(greedy, options, histories, strict=True))
     ]
 
 

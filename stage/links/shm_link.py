@@ -2,8 +2,9 @@
 
 The sender makes the ring (an anonymous file, so that nothing stays behind whoever dies), connects to the
 receiver's socket and hands the ring over. A frame is one copy in and one copy out; the socket carries a note
-(start, length) to the receiver and one byte back once the frame is taken out. Self-test frames
-(`FrameKind.ECHO`) come back whole, over the socket.
+(start, length) to the receiver and one byte back for each frame taken out, for several frames at a time while
+those are few bytes, since every message wakes a thread. Self-test frames (`FrameKind.ECHO`) come back whole,
+over the socket.
 
 Linux only: the socket lives in the abstract namespace, under the receiving process's instance id, and admits
 processes of the same user.
@@ -34,6 +35,7 @@ from stage.links.base import OnBroken
 _HELLO = struct.Struct("<Q")  # the ring's size
 _NOTE = struct.Struct("<QQ")  # start and length of a frame in the ring
 _TAKEN = b"\1"
+_MAX_TAKEN = 64  # told at a time
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _TIMEOUT_S = 10.0
 _MIN_RING_BYTES = 1 << 20
@@ -57,7 +59,9 @@ class ShmLink:
         self._on_broken = on_broken
         self._closed = False
         self._next_number = 0
-        self._size = max(_MIN_RING_BYTES, 2 * (max_payload_bytes + HEADER_BYTES))
+        # A frame, the padding before it, and what is taken out and not told (the receiver's sixteenth, twice
+        # for its padding) never fill the ring, so that a sender that waits for room is always told of it.
+        self._size = max(_MIN_RING_BYTES, 5 * (max_payload_bytes + HEADER_BYTES) // 2)
         self._head = 0  # where the next frame starts, if it fits before the end
         self._room = threading.Condition()  # guards what the watcher and the sender both change:
         self._held: deque[int] = deque()  # ring bytes of each frame not yet taken out
@@ -120,21 +124,22 @@ class ShmLink:
                 raise UnavailableError("the next stage refused the shared-memory link")
             if not np.array_equal(Frame.decode(answer).payload, payload):
                 raise CorruptDataError("the shared-memory link returned other bytes than were sent")
-            self._taken()
+            self._taken(1)
             if size == _SELF_TEST_BYTES[0]:
                 round_trip_s = time.perf_counter() - started
         return round_trip_s
 
-    def _taken(self) -> None:
+    def _taken(self, frames: int) -> None:
         with self._room:
-            self._free += self._held.popleft()
+            for _ in range(frames):
+                self._free += self._held.popleft()
             self._room.notify()
 
     def _watch(self) -> None:
         reason = "the next stage ended the link"
         try:
-            while self._connection.recv(len(_TAKEN)):
-                self._taken()
+            while taken := self._connection.recv(_MAX_TAKEN):
+                self._taken(len(taken))
         except OSError as error:
             reason = f"the link to the next stage broke: {error}"
         with self._room:
@@ -228,7 +233,7 @@ class ShmListener:
                 self._connections.discard(connection)
 
     def _serve_frames(self, connection: socket.socket, ring: mmap.mmap) -> None:
-        expected = 0
+        expected = taken = taken_bytes = 0
         while note := connection.recv(_NOTE.size):
             if len(note) != _NOTE.size:
                 raise CorruptDataError(f"link: a note of {len(note)} bytes, {_NOTE.size} are due")
@@ -240,11 +245,14 @@ class ShmListener:
             if frame.sequence_number != expected:
                 raise CorruptDataError(f"link: frame {frame.sequence_number} came where {expected} was due")
             expected += 1
+            taken, taken_bytes = taken + 1, taken_bytes + length
             if frame.kind == FrameKind.ECHO:
                 connection.send(data)
             else:
                 self._accept(frame)
-            connection.send(_TAKEN)
+            if frame.kind == FrameKind.ECHO or taken == _MAX_TAKEN or 16 * taken_bytes > len(ring):
+                connection.send(_TAKEN * taken)
+                taken = taken_bytes = 0
 
 
 def _take_ring(connection: socket.socket) -> mmap.mmap:

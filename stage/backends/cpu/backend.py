@@ -19,7 +19,7 @@ from common.log import get_logger
 from common.sizes import gib
 from stage.backends.base import Batch, HostSampling, RawTensors
 from stage.backends.cpu import abi
-from stage.backends.cpu.cores import usable_cores
+from stage.backends.cpu.cores import shared_by, usable_cores
 from stage.backends.cpu.kv_cache import CpuKvCache, bytes_per_token, check_kv_dtype
 from stage.backends.cpu.layer_range import LayerRange, NativeBatch
 from stage.backends.cpu.plan import (
@@ -59,8 +59,9 @@ class Embedding:
 class CpuBackend(HostSampling):
     """Native kernels on the weights as they lie in the mapped file.
 
-    `threads`: None or 0 for one a physical core available to the process. `accuracy`: "exact" multiplies by
-    16-bit activations everywhere; "fast" by 8-bit ones where 16 would hold up a step (docs/cpu.md).
+    `threads`: None or 0 for one a physical core available to the process, and an equal part of them while
+    other processes compute there; else so many, always. `accuracy`: "exact" multiplies by 16-bit activations
+    everywhere; "fast" by 8-bit ones where 16 would hold up a step (docs/cpu.md).
     `kv_dtype`: "f16", "q8_0" or "f32". `memory_bytes`: what weights and KV cache may take; 0: what is free.
 
     Raises ConfigError for an option out of its range, or where the native library was not built.
@@ -95,9 +96,11 @@ class CpuBackend(HostSampling):
         self.threads = threads or len(cores)
         # One hardware thread of each core; more threads than that go anywhere the process may.
         cpus = np.array(cores if self.threads <= len(cores) else [], np.int32)
+        share = "" if threads else shared_by(cores)
         self._engine: int | None = library.pipellm_create(
-            self.variant.encode(), self.threads, abi.address(cpus), len(cpus), accuracy == "exact"
-        )
+            self.variant.encode(), self.threads, abi.address(cpus), len(cpus), share.encode(),
+            accuracy == "exact",
+        )  # fmt: skip
         # torch's own pool would spin against ours after every operation of the sampler's.
         torch.set_num_threads(1)
         self._batch: NativeBatch | None = None
@@ -159,10 +162,8 @@ class CpuBackend(HostSampling):
 
     def embed(self, embedding: Embedding, token_ids: np.ndarray) -> torch.Tensor:
         ids = np.ascontiguousarray(token_ids, np.int32)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < embedding.vocab_size:
-            raise InvalidRequestError(f"token ids must lie in [0, {embedding.vocab_size}); there are others")
         out = torch.empty((len(ids), embedding.hidden_size), dtype=torch.float32)
-        self._library.pipellm_embed(
+        status = self._library.pipellm_embed(
             self._engine,
             embedding.matrix.address,
             abi.address(ids),
@@ -170,6 +171,8 @@ class CpuBackend(HostSampling):
             embedding.scale,
             out.data_ptr(),
         )
+        if status:
+            raise InvalidRequestError(f"token ids must lie in [0, {embedding.vocab_size}); there are others")
         return out
 
     def run_layer(

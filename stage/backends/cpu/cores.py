@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from zlib import crc32
 
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
@@ -23,6 +24,11 @@ def usable_cores() -> list[int]:
     chosen = sorted(cores.values())
     quota = cpu_quota()
     return chosen if quota is None else chosen[: max(1, int(quota))]
+
+
+def shared_by(cores: list[int]) -> str:
+    """The file over which those who compute on these cores share them (core_share.h); this user's only."""
+    return f"/dev/shm/pipellm-cores-{os.getuid()}-{crc32(repr(cores).encode()):08x}"
 
 
 def _allowed() -> list[int]:

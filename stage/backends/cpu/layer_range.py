@@ -21,13 +21,17 @@ class LayerRange:
         self._pointers = ctypes.c_void_p * len(layers)
         self._plans = self._pointers(*(layer.plan.address for layer in layers))
         self._kv = self._pointers(*(kv.addresses[layer.index] for layer in layers))
-        self._ropes = [layer.rope for layer in layers]
+        ropes = {layer.rope.key: layer.rope for layer in layers}  # equal ones share a table
+        self._ropes = list(ropes.values())
+        numbers = {key: number for number, key in enumerate(ropes)}
+        self._rope_numbers = [numbers[layer.rope.key] for layer in layers]
 
     def run(self, library: ctypes.CDLL, engine: int | None, batch: NativeBatch, hidden_states: int) -> None:
         """`hidden_states`: address of f32 [rows, hidden_size], overwritten."""
-        batches = self._pointers(*map(batch.address, self._ropes))
+        tables = [batch.address(rope) for rope in self._ropes]
+        batches = self._pointers(*[tables[number] for number in self._rope_numbers])
         status = library.pipellm_run_layers(
-            engine, len(self._ropes), self._plans, self._kv, batches, hidden_states
+            engine, len(batches), self._plans, self._kv, batches, hidden_states
         )
         if status:
             raise OutOfCapacityError(
@@ -50,15 +54,12 @@ class NativeBatch:
                 for seq, table in zip(batch.sequences, self._tables, strict=True)
             )
         )
-        self._by_rope: dict[int, tuple[int, object]] = {}
-        self._by_key: dict[tuple[bytes, float], tuple[int, object]] = {}
+        self._by_rope: dict[tuple[bytes, float], tuple[int, object]] = {}
 
     def address(self, rope: Rope) -> int:
-        """The struct with this rope's table; layers with equal ropes share it."""
-        found = self._by_rope.get(id(rope))
-        if found is None:
-            found = self._by_key.get(rope.key) or self._make(rope)
-            self._by_rope[id(rope)] = self._by_key[rope.key] = found
+        """The struct with this rope's table; equal ropes share it."""
+        if (found := self._by_rope.get(rope.key)) is None:
+            found = self._by_rope[rope.key] = self._make(rope)
         return found[0]
 
     def _make(self, rope: Rope) -> tuple[int, object]:
@@ -71,4 +72,4 @@ class NativeBatch:
         struct = abi.BatchRows(
             self._sequences, abi.address(self._slots), abi.address(table), len(self._sequences), rows
         )
-        return ctypes.addressof(struct), (struct, table, rope)
+        return ctypes.addressof(struct), (struct, table)

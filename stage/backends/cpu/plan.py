@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class Rope:
     inverse_frequencies: np.ndarray
     magnitude: float
 
-    @property
+    @cached_property
     def key(self) -> tuple[bytes, float]:
         """Equal for layers that can share a table."""
         return self.inverse_frequencies.tobytes(), self.magnitude

@@ -95,6 +95,23 @@ def test_frames_arrive_whole_and_in_order(make_link, receiver):
         assert got.payload.tobytes() == frame.payload.tobytes()
 
 
+def test_a_sender_that_waits_for_room_gets_it(receiver, monkeypatch):
+    monkeypatch.setattr(shm_link, "_TIMEOUT_S", 3.0)
+    largest = 2_000_000
+    sizes = np.random.default_rng(1).choice([1, 1000, 60_000, 170_000, 450_000, largest], 300)
+    link = ShmLink(receiver.instance_id, 1, 2, largest, lambda error: None)
+    try:
+        for number, size in enumerate(sizes):
+            payload = np.full((1, size), number % 251, np.uint8)
+            link.send(Frame(FrameKind.HIDDEN_STATES, 1, number, 0, payload))
+        for number, size in enumerate(sizes):
+            frame = receiver.frames.get(timeout=TIMEOUT_S)
+            assert frame.step_id == number and frame.payload.shape == (1, size)
+            assert (frame.payload == number % 251).all()
+    finally:
+        link.close()
+
+
 def test_a_receiver_that_goes_away_is_told_once(make_link, receiver):
     broken: queue.Queue[PipeLLMError] = queue.Queue()
     make_link(broken.put)

@@ -69,26 +69,30 @@ const Variant* variants(int* count) {
   return all;
 }
 
-// The caller's hold on the engine's threads; a forked child gets threads of its own first.
+// The caller's hold on the engine's threads, as many as are its part of the cores now; a forked child gets threads of
+// its own first.
 class Turn {
  public:
-  explicit Turn(Engine* engine) {
+  explicit Turn(Engine* engine) : engine_(engine) {
     unsigned now = fork_generation.load();
     if (engine->fork_generation != now) {
       (void)engine->pool.release();  // its threads, and perhaps its lock, are the parent's
-      engine->pool.reset(new Pool(engine->threads, engine->cpus));
+      engine->pool.reset(new Pool(engine->max_threads, engine->cpus));
       engine->fork_generation = now;
     }
     lock_ = std::unique_lock<std::mutex>(engine->pool->mutex());
+    engine->threads = engine->share->begin(engine->max_threads);
   }
+  ~Turn() { engine_->share->end(); }
 
  private:
+  Engine* engine_;
   std::unique_lock<std::mutex> lock_;
 };
 
 template <class Fn>
 void on_all_threads(Engine* engine, Fn fn) {
-  engine->pool->run([](void* arg, int thread) { (*static_cast<Fn*>(arg))(thread); }, &fn);
+  engine->pool->run(engine->threads, [](void* arg, int thread) { (*static_cast<Fn*>(arg))(thread); }, &fn);
 }
 
 // y = W norm(x) + b for up to kMaxRows rows; norm null: of x itself.
@@ -163,7 +167,7 @@ const char* pipellm_variants(void) {
 }
 
 Engine* pipellm_create(const char* variant, int32_t threads, const int32_t* cpus, int32_t num_cpus,
-                       int32_t exact) {
+                       const char* share, int32_t exact) {
   int count;
   const Variant* all = variants(&count);
   for (int i = 0; i < count; i++) {
@@ -171,7 +175,8 @@ Engine* pipellm_create(const char* variant, int32_t threads, const int32_t* cpus
     Engine* engine = new Engine();
     engine->kernels = all[i].kernels;
     engine->exact = exact != 0;
-    engine->threads = threads;
+    engine->max_threads = engine->threads = threads;
+    engine->share.reset(new CoreShare(share));
     engine->counters.reset(new Engine::Counter[Engine::kPhases * threads]);
     engine->cpus.assign(cpus, cpus + num_cpus);
     engine->pool.reset(new Pool(threads, engine->cpus));
@@ -186,6 +191,8 @@ void pipellm_destroy(Engine* engine) {
   delete engine;
 }
 
+int32_t pipellm_threads_used(const Engine* engine) { return engine->threads; }
+
 int32_t pipellm_supports(int32_t type) {
   static constexpr int32_t types[] = {0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 30, 39};
   return std::find(std::begin(types), std::end(types), type) != std::end(types);
@@ -199,11 +206,14 @@ int32_t pipellm_run_layers(Engine* engine, int32_t num_layers, const LayerPlan* 
   return 0;
 }
 
-void pipellm_embed(Engine* engine, const Matrix* embedding, const int32_t* ids, int32_t rows, float scale,
-                   float* out) {
-  for (int32_t i = 0; i < rows; i++)
+int32_t pipellm_embed(Engine* engine, const Matrix* embedding, const int32_t* ids, int32_t rows, float scale,
+                      float* out) {
+  for (int32_t i = 0; i < rows; i++) {
+    if (ids[i] < 0 || ids[i] >= embedding->rows) return -1;
     engine->kernels->dequantise(embedding->data + ids[i] * embedding->row_bytes, embedding->type, embedding->cols,
                                 scale, out + (int64_t)i * embedding->cols);
+  }
+  return 0;
 }
 
 int32_t pipellm_logits(Engine* engine, const Norm* norm, const Matrix* output, float softcap,

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 
+#include "core_share.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -26,9 +27,11 @@ class Arena {
 struct Engine {
   const Kernels* kernels;
   bool exact;
-  int threads;
+  int max_threads;
+  int threads;  // of the call under way
   std::vector<int32_t> cpus;
   std::unique_ptr<Pool> pool;
+  std::unique_ptr<CoreShare> share;
   unsigned fork_generation;
   Arena arena;
   // Numbered units of work that threads draw from.
@@ -36,7 +39,7 @@ struct Engine {
   struct alignas(64) Counter {
     std::atomic<int64_t> next{0};
   };
-  std::unique_ptr<Counter[]> counters;  // [kPhases, threads]
+  std::unique_ptr<Counter[]> counters;  // [kPhases, max_threads], those of `threads` used
 
   void reset_counters() {
     for (int i = 0; i < kPhases * threads; i++) counters[i].next.store(0, std::memory_order_relaxed);

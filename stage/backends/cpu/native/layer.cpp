@@ -207,6 +207,6 @@ bool run_layer_rows(Engine& engine, const LayerPlan& plan, const KvLayer& kv, co
                     float* hidden_states) {
   LayerRun run(engine, plan, kv, batch, hidden_states);
   if (!run.prepare()) return false;
-  engine.pool->run([](void* arg, int thread) { static_cast<LayerRun*>(arg)->run(thread); }, &run);
+  engine.pool->run(engine.threads, [](void* arg, int thread) { static_cast<LayerRun*>(arg)->run(thread); }, &run);
   return true;
 }

@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#define PIPELLM_ABI_VERSION 3
+#define PIPELLM_ABI_VERSION 4
 
 // y = W x + b. W is [rows, cols] row-major in blocks of `type` (a ggml type number).
 typedef struct {
@@ -76,10 +76,13 @@ int32_t pipellm_abi_version(void);
 // Names of the variants this CPU can run, best first, separated by spaces.
 const char* pipellm_variants(void);
 // The variant's engine with its pool of `threads` threads, kept on the `num_cpus` processors of `cpus` (none:
-// anywhere). Null where the variant is unknown or the CPU cannot run it.
+// anywhere). Engines whose `share` names the same file use fewer while they compute at one time; empty: all, always.
+// Null where the variant is unknown or the CPU cannot run it.
 Engine* pipellm_create(const char* variant, int32_t threads, const int32_t* cpus, int32_t num_cpus,
-                       int32_t exact);
+                       const char* share, int32_t exact);
 void pipellm_destroy(Engine* engine);
+// How many threads the last call computed with.
+int32_t pipellm_threads_used(const Engine* engine);
 
 // 1 where matrices of this ggml type can be multiplied.
 int32_t pipellm_supports(int32_t type);
@@ -87,8 +90,8 @@ int32_t pipellm_supports(int32_t type);
 // Layers one after the other, each with its own plan, cache and batch (they differ in the rope's table).
 int32_t pipellm_run_layers(Engine*, int32_t num_layers, const LayerPlan* const*, const KvLayer* const*,
                            const BatchRows* const*, float* hidden_states);
-// out[rows, embedding.cols] = scale * embedding[ids]
-void pipellm_embed(Engine*, const Matrix* embedding, const int32_t* ids, int32_t rows, float scale, float* out);
+// out[rows, embedding.cols] = scale * embedding[ids]. 0, or -1 when an id is none of its rows.
+int32_t pipellm_embed(Engine*, const Matrix* embedding, const int32_t* ids, int32_t rows, float scale, float* out);
 // out[rows, output.rows] = softcap(W norm(hidden_states) + b); softcap 0: none
 int32_t pipellm_logits(Engine*, const Norm*, const Matrix* output, float softcap, const float* hidden_states,
                        int32_t rows, float* out);

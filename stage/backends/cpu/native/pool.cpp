@@ -44,7 +44,7 @@ void keep_on([[maybe_unused]] const std::vector<int32_t>& cpus) {
 
 }  // namespace
 
-Pool::Pool(int threads, const std::vector<int32_t>& cpus) : threads_(threads), cpus_(cpus) {
+Pool::Pool(int threads, const std::vector<int32_t>& cpus) : cpus_(cpus), tasks_(new Tasks[threads]) {
   // Signals are for the program's own threads.
   sigset_t all, before;
   sigfillset(&all);
@@ -55,15 +55,19 @@ Pool::Pool(int threads, const std::vector<int32_t>& cpus) : threads_(threads), c
 
 Pool::~Pool() {
   stopping_.store(true, std::memory_order_relaxed);
-  task_.fetch_add(1, std::memory_order_release);
-  task_.notify_all();
+  for (size_t i = 1; i <= workers_.size(); i++) wake((int)i);
   for (std::thread& worker : workers_) worker.join();
+}
+
+void Pool::wake(int thread) {
+  tasks_[thread].given.fetch_add(1, std::memory_order_release);
+  tasks_[thread].given.notify_one();
 }
 
 void Pool::worker(int thread) {
   if (!cpus_.empty()) keep_on(cpus_);
   for (uint32_t seen = 0;; seen++) {
-    wait_change(task_, seen);
+    wait_change(tasks_[thread].given, seen);
     if (stopping_.load(std::memory_order_relaxed)) return;
     work_(arg_, thread);
     barrier();
@@ -71,9 +75,10 @@ void Pool::worker(int thread) {
 }
 
 void Pool::barrier() {
-  if (threads_ == 1) return;
+  const uint32_t running = (uint32_t)running_;  // once arrived, the next run may change it
+  if (running == 1) return;
   uint32_t phase = phase_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == (uint32_t)threads_) {
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == running) {
     arrived_.store(0, std::memory_order_relaxed);
     phase_.fetch_add(1, std::memory_order_release);
     phase_.notify_all();
@@ -82,13 +87,11 @@ void Pool::barrier() {
   }
 }
 
-void Pool::run(void (*work)(void*, int), void* arg) {
-  if (threads_ > 1) {
-    work_ = work;
-    arg_ = arg;
-    task_.fetch_add(1, std::memory_order_release);
-    task_.notify_all();
-  }
+void Pool::run(int threads, void (*work)(void*, int), void* arg) {
+  work_ = work;
+  arg_ = arg;
+  running_ = threads;
+  for (int i = 1; i < threads; i++) wake(i);
   work(arg, 0);
   barrier();
 }

@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -17,24 +18,29 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  int threads() const { return threads_; }
-  // Calls work(arg, thread) on every thread and returns when all are done. One caller at a time: callers
+  // Calls work(arg, thread) on the first `threads` and returns when all are done. One caller at a time: callers
   // hold `mutex()`.
-  void run(void (*work)(void*, int), void* arg);
-  // Inside work: returns when every thread has arrived.
+  void run(int threads, void (*work)(void*, int), void* arg);
+  // Inside work: returns when every thread of the run has arrived.
   void barrier();
   std::mutex& mutex() { return mutex_; }
 
  private:
-  void worker(int thread);
+  // How many tasks a worker was given. Each has its own, so that those a run leaves out sleep on.
+  struct alignas(64) Tasks {
+    std::atomic<uint32_t> given{0};
+  };
 
-  const int threads_;
+  void worker(int thread);
+  void wake(int thread);
+
   const std::vector<int32_t> cpus_;
+  const std::unique_ptr<Tasks[]> tasks_;
   std::vector<std::thread> workers_;
   std::mutex mutex_;
   void (*work_)(void*, int) = nullptr;
   void* arg_ = nullptr;
-  alignas(64) std::atomic<uint32_t> task_{0};
+  int running_ = 1;
   std::atomic<bool> stopping_{false};
   alignas(64) std::atomic<uint32_t> arrived_{0};
   alignas(64) std::atomic<uint32_t> phase_{0};

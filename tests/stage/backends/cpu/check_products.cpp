@@ -21,7 +21,7 @@ int main(int, char** arguments) {
   if (!file) return 2;
   Engine* engines[2];
   for (int exact = 0; exact < 2; exact++) {
-    engines[exact] = pipellm_create(arguments[1], 2, nullptr, 0, exact);
+    engines[exact] = pipellm_create(arguments[1], 2, nullptr, 0, "", exact);
     if (!engines[exact]) {
       printf("this processor runs %s, not %s\n", pipellm_variants(), arguments[1]);
       return 3;

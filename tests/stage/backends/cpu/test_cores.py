@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stage.backends.cpu import cores
@@ -51,3 +54,39 @@ def test_version_one_groups(tmp_path: Path) -> None:
     (tmp_path / "cpu/box/cpu.cfs_period_us").write_text("100000\n")
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
     assert cores.cpu_quota(tmp_path, membership) == 1.5
+
+
+def test_cores_are_shared_with_others_who_compute(tmp_path: Path) -> None:
+    from stage.backends.cpu import CpuBackend, abi
+
+    library = abi.library()
+    if library is None:
+        pytest.skip("the native CPU backend was not built here (no C++ compiler)")
+    path = str(tmp_path / "cores")
+    others = [os.open(path, os.O_RDWR | os.O_CREAT) for _ in range(3)]
+
+    def computes(other: int, slot: int, kind: int) -> None:
+        byte = struct.pack("hhqqi4x", kind, os.SEEK_SET, slot, 1, 0)
+        fcntl.fcntl(others[other], fcntl.F_OFD_SETLK, byte)
+
+    def threads() -> int:
+        library.pipellm_read_seconds(engine, abi.address(data), data.nbytes)
+        return int(library.pipellm_threads_used(engine))
+
+    data = np.zeros(4096, np.uint8)
+    variant = CpuBackend(threads=1).variant.encode()
+    engine = library.pipellm_create(variant, 6, None, 0, path.encode(), True)
+    try:
+        assert threads() == 6
+        computes(0, 7, fcntl.F_WRLCK)
+        assert threads() == 3
+        computes(1, 8, fcntl.F_WRLCK)
+        computes(2, 60, fcntl.F_WRLCK)
+        assert threads() == 1
+        computes(0, 7, fcntl.F_UNLCK)
+        os.close(others.pop())  # as when its process ends
+        assert threads() == 3
+    finally:
+        library.pipellm_destroy(engine)
+        for other in others:
+            os.close(other)

@@ -1,0 +1,23 @@
+// Programs of one host that compute on the same cores share them: whoever computes holds a lock on a byte of a file,
+// which the kernel takes back should the program end. Stages that compute in turn, as the stages of one stream do,
+// each have all cores; those that compute at one time have equal parts.
+#pragma once
+
+class CoreShare {
+ public:
+  // `path` empty, or a file that cannot be had: alone.
+  explicit CoreShare(const char* path);
+  ~CoreShare();
+  CoreShare(const CoreShare&) = delete;
+  CoreShare& operator=(const CoreShare&) = delete;
+
+  // Of so many threads those to compute with until `end`: at least one.
+  int begin(int threads);
+  void end();
+
+ private:
+  bool lock(int byte, bool taken);
+  int others_computing() const;
+
+  int fd_ = -1, slot_ = 0;
+};
