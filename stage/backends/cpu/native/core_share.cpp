@@ -9,6 +9,7 @@ namespace {
 
 // Bytes [0, kSlots) are locked while a program computes, those after them for as long as it has the slot.
 constexpr int kSlots = 64;
+constexpr std::chrono::milliseconds kKeepSharing{100};  // several steps of most models
 
 }  // namespace
 
@@ -61,7 +62,13 @@ CoreShare::~CoreShare() {
 int CoreShare::begin(int threads) {
   if (fd_ < 0 || threads == 1) return threads;
   lock(slot_, true);
-  return std::max(1, threads / (1 + others_computing()));
+  int sharers = 1 + others_computing();
+  auto now = std::chrono::steady_clock::now();
+  if (sharers >= sharers_ || now - shared_at_ > kKeepSharing) {
+    sharers_ = sharers;
+    shared_at_ = now;
+  }
+  return std::max(1, threads / sharers_);
 }
 
 void CoreShare::end() {

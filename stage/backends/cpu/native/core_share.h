@@ -1,7 +1,9 @@
 // Programs of one host that compute on the same cores share them: whoever computes holds a lock on a byte of a file,
 // which the kernel takes back should the program end. Stages that compute in turn, as the stages of one stream do,
-// each have all cores; those that compute at one time have equal parts.
+// each have all cores; those that compute at one time have equal parts, and keep to them for a while: more threads
+// than cores wait for one another at every barrier.
 #pragma once
+#include <chrono>
 
 class CoreShare {
  public:
@@ -19,5 +21,6 @@ class CoreShare {
   bool lock(int byte, bool taken);
   int others_computing() const;
 
-  int fd_ = -1, slot_ = 0;
+  int fd_ = -1, slot_ = 0, sharers_ = 1;
+  std::chrono::steady_clock::time_point shared_at_{};
 };
