@@ -358,9 +358,15 @@ class Engine:
 def _result(
     step: stage_pb2.Step, repeat: int, places: Sequence[tuple[int, int]], drawn: Sequence[Drawn]
 ) -> stage_pb2.StepResult:
-    """One iteration's tokens; `places`: the sequence and position of each."""
+    """One iteration's tokens; `places`: the sequence and position of each.
+
+    A sequence without one is computed on, with a filler, until the coordinator frees it: the others' steps
+    are on their way with it."""
     result = stage_pb2.StepResult(step_id=step.step_id, repeat=repeat)
     for (sequence_id, position), one in zip(places, drawn, strict=True):
+        if one.failure:
+            result.failures.add(sequence_id=sequence_id, position=position, reason=one.failure)
+            continue
         result.tokens.add(
             sequence_id=sequence_id,
             position=position,

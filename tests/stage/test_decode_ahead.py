@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from stage.engine import Engine
 from stage.model.registry import build_spec
 from stage.runner import Runner
 from stage.sequences import SequenceTable
-from tests.gguf_files import write_tiny_llama
+from tests.gguf_files import spoil_token, write_tiny_llama
 from tests.stage import steps
 from tests.stage.eager_decoder import DecodingBackend
 
@@ -38,6 +39,7 @@ class Stage:
         sequences = SequenceTable(steps.NUM_BLOCKS, steps.BLOCK_SIZE, max_step_tokens=64, vocab_size=VOCAB)
         self.engine = Engine(runner, sequences, 1, 0, self.said.put, self.failures.put)
         self.tokens: dict[int, list[int]] = {}
+        self.failed: dict[int, list[int]] = {}  # positions without a token, by sequence
         self.acknowledged: list[int] = []
 
     def listen_until(self, step_id: int) -> None:
@@ -52,6 +54,8 @@ class Stage:
                     drawn = self.tokens.setdefault(token.sequence_id, [])
                     drawn.append(token.token_id)
                     assert token.position == len(PROMPT) + len(drawn) - 1
+                for failure in result.failures:
+                    self.failed.setdefault(failure.sequence_id, []).append(failure.position)
             self.acknowledged += response.acknowledged_steps
         assert self.failures.empty()
 
@@ -150,6 +154,21 @@ def test_sampled_draws_do_not_depend_on_how_far_ahead_they_are_issued(model: Pat
         return stage.tokens[9]
 
     assert drawn(12) == drawn(1, 2, 4, 5) == drawn(*[1] * 12)
+
+
+def test_a_sequence_whose_logits_are_not_numbers_fails_alone(model: Path, tmp_path: Path) -> None:
+    spoilt = 411
+    stage = Stage(spoil_token(Path(shutil.copy(model, tmp_path / "spoilt.gguf")), spoilt))
+    broken, end = [1, 77, spoilt, 301, 299], len(PROMPT)
+    stage.engine.post_steps([
+        together(steps.prompt_step(1, 9, PROMPT, [4, 2, 11]), steps.prompt_step(1, 5, broken, [6, 3])),
+        together(steps.decode_step(2, 9, end, repeat=3), steps.decode_step(2, 5, end)),
+        together(steps.decode_step(3, 9, end + 3, repeat=3), steps.decode_step(3, 5, end + 3)),
+    ])  # fmt: skip
+    stage.listen_until(3)
+    stage.engine.close()
+    assert stage.tokens == {9: steps.greedy_by_hand(model, LAYERS, PROMPT, 7)}
+    assert stage.failed == {5: [5, 6, 7, 8, 9, 10, 11]}
 
 
 def test_a_device_that_fails_ends_the_engine(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,11 +17,12 @@ from common.wire import Frame, FrameKind
 from protos import stage_pb2
 from stage.engine import Engine
 from stage.sequences import SequenceTable
-from tests.gguf_files import write_tiny_llama
+from tests.gguf_files import spoil_token, write_tiny_llama
 from tests.stage import steps
 
 LAYERS, VOCAB, EPOCH = 4, 512, 7
 HIDDEN_SIZE = 64
+SPOILT = 410  # a token with an embedding of NaN, in a model of its own
 TIMEOUT_S = 20
 PROMPT = [1, 300, 40, 270, 333]
 
@@ -68,6 +70,7 @@ class Ring:
         for engine, link in zip(self.engines, self.links, strict=True):
             engine.post_link(link)
         self.tokens: dict[int, list[int]] = {}  # drawn so far, by sequence
+        self.failed: dict[int, list[int]] = {}  # positions without a token
         self._unacknowledged: set[tuple[int, int]] = set()  # (stage, step)
 
     def _engine(self, model: Path, index: int, layers: tuple[int, int]) -> Engine:
@@ -96,6 +99,10 @@ class Ring:
                 drawn = self.tokens.setdefault(token.sequence_id, [])
                 drawn.append(token.token_id)
                 assert token.position == len(PROMPT) + len(drawn) - 1
+            for failure in result.failures:
+                positions = self.failed.setdefault(failure.sequence_id, [])
+                positions.append(failure.position)
+                assert "not numbers" in failure.reason
 
     def finish(self) -> None:
         """Until both stages have acknowledged all they were told."""
@@ -174,6 +181,26 @@ def test_a_group_of_two_sequences(ring: Ring, model: Path, expected: list[int]) 
     ring.post(first, second)
     ring.finish()
     assert ring.tokens == {9: expected, 5: steps.greedy_by_hand(model, LAYERS, other, 10)}
+
+
+def test_a_sequence_whose_logits_are_not_numbers_fails_alone(model: Path, tmp_path: Path) -> None:
+    """It keeps step with its group until it is freed, and the group's other draws are what they were."""
+    spoilt = spoil_token(Path(shutil.copy(model, tmp_path / "spoilt.gguf")), SPOILT)
+    ring = Ring(spoilt)
+    broken = [1, 77, SPOILT, 301, 299]
+    first = steps.prompt_step(1, 9, PROMPT, [4, 2])
+    first.items.extend(steps.prompt_step(1, 5, broken, [6, 3]).items)
+    second = steps.decode_step(2, 9, len(PROMPT), repeat=3)
+    second.items.extend(steps.decode_step(2, 5, len(broken)).items)
+    ring.post(first, second)
+    ring.finish()
+    ring.post(steps.free_step(3, 5), steps.prompt_step(4, 6, PROMPT, [6, 3]))  # where the NaNs lie
+    ring.finish()
+    wanted = steps.greedy_by_hand(model, LAYERS, PROMPT, 4)
+    assert ring.tokens == {9: wanted, 6: wanted[:1]}
+    assert ring.failed == {5: [5, 6, 7, 8]}
+    for engine in ring.engines:
+        engine.close()
 
 
 def test_a_sequence_is_freed_while_its_steps_are_pending(ring: Ring, expected: list[int]) -> None:
