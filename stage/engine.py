@@ -219,6 +219,7 @@ class Engine:
 
     def _run(self, work: _Work) -> None:
         if self._is_overrun(work.step):
+            self.sequences.fill_skipped(work.step)
             self._end(work.step, queued=True)
             self._respond([], work.step.step_id)
         elif (decoder := self._decoder_for(work.step)) is not None:

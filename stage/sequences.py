@@ -159,6 +159,13 @@ class SequenceTable:
             raise InvalidRequestError(f"{where}: {len(item.token_ids)} ids for {num_tokens} rows")
         _check_ids(item.token_ids, self.vocab_size, where)
 
+    def fill_skipped(self, step: stage_pb2.Step) -> None:
+        """Puts fillers where a step that is not computed would have drawn tokens. Its sequences are freed;
+        but a later step may have them in company, and the others must not wait for what never comes."""
+        for item in step.items:
+            tokens = self._live[item.sequence_id].tokens
+            tokens += [0] * (item.start_position + item.num_tokens + step.repeat - len(tokens))
+
     def step_done(self, step: stage_pb2.Step) -> None:
         for item in step.items:
             sequence = self._live[item.sequence_id]

@@ -42,22 +42,27 @@ class Stage:
         self.failed: dict[int, list[int]] = {}  # positions without a token, by sequence
         self.acknowledged: list[int] = []
 
-    def listen_until(self, step_id: int) -> None:
-        """Takes in responses to the acknowledgement of a step; iterations must come in order."""
+    def results_until(self, step_id: int) -> Iterator[stage_pb2.StepResult]:
+        """All that comes to the acknowledgement of a step; iterations must come in order."""
         repeats: dict[int, int] = {}
         while step_id not in self.acknowledged:
             response = self.said.get(timeout=TIMEOUT_S)
             for result in response.results:
                 assert result.repeat == repeats.get(result.step_id, 0)
                 repeats[result.step_id] = result.repeat + 1
-                for token in result.tokens:
-                    drawn = self.tokens.setdefault(token.sequence_id, [])
-                    drawn.append(token.token_id)
-                    assert token.position == len(PROMPT) + len(drawn) - 1
-                for failure in result.failures:
-                    self.failed.setdefault(failure.sequence_id, []).append(failure.position)
+                yield result
             self.acknowledged += response.acknowledged_steps
         assert self.failures.empty()
+
+    def listen_until(self, step_id: int) -> None:
+        """Takes in what is drawn to the acknowledgement of a step, token after token."""
+        for result in self.results_until(step_id):
+            for token in result.tokens:
+                drawn = self.tokens.setdefault(token.sequence_id, [])
+                drawn.append(token.token_id)
+                assert token.position == len(PROMPT) + len(drawn) - 1
+            for failure in result.failures:
+                self.failed.setdefault(failure.sequence_id, []).append(failure.position)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +140,20 @@ def test_overrun_of_a_freed_sequence_is_not_computed(stage: Stage) -> None:
     stage.listen_until(5)
     stage.listen_until(6)
     assert ([9], 4, True) not in stage.decoder.issued[1:]
+    assert len(stage.engine.sequences) == 1
+
+
+def test_a_freed_sequence_keeps_no_other_waiting(stage: Stage, model: Path) -> None:
+    """What it would have drawn next to none but itself is skipped; a later step has it in company."""
+    stage.engine.post_steps([
+        steps.prompt_step(1, 9, PROMPT, [4, 2, 11]), steps.decode_step(2, 9, len(PROMPT), repeat=4),
+        together(steps.prompt_step(3, 5, OTHER, [6, 3]), steps.decode_step(3, 9, len(PROMPT) + 4)),
+        together(steps.decode_step(4, 5, len(OTHER), repeat=3), steps.decode_step(4, 9, len(PROMPT) + 5)),
+        steps.free_step(5, 9),
+    ])  # fmt: skip
+    drawn = [token for result in stage.results_until(4) for token in result.tokens if token.sequence_id == 5]
+    assert [token.token_id for token in drawn] == steps.greedy_by_hand(model, LAYERS, OTHER, 4)
+    stage.listen_until(5)
     assert len(stage.engine.sequences) == 1
 
 
