@@ -157,6 +157,60 @@ def test_a_freed_sequence_keeps_no_other_waiting(stage: Stage, model: Path) -> N
     assert len(stage.engine.sequences) == 1
 
 
+def drawn_after(stage: Stage, cut: int, last: int) -> list[int]:
+    """The tokens of step `cut` and those after it, to the acknowledgement of step `last`."""
+    results = [result for result in stage.results_until(last) if result.step_id >= cut]
+    return [token.token_id for result in results for token in result.tokens]
+
+
+def test_a_cut_drops_the_draws_that_are_under_way(stage: Stage, model: Path) -> None:
+    end = len(PROMPT)
+    first = steps.greedy_by_hand(model, LAYERS, PROMPT, 1)
+    stage.decoder.may_tell.clear()
+    stage.engine.post_steps([
+        steps.prompt_step(1, 9, PROMPT, [4, 2, 11]), steps.decode_step(2, 9, end, repeat=8),
+    ])  # fmt: skip
+    stage.listen_until(1)
+    stage.engine.post_steps([
+        steps.cut_step(3, 9, end + 1, [77]), steps.decode_step(4, 9, end + 2, repeat=3)
+    ])  # fmt: skip
+    while len(stage.decoder.issued) < 3:  # they wait for nothing that is dropped
+        assert stage.failures.empty()
+    stage.decoder.may_tell.set()
+    assert drawn_after(stage, 3, 4) == steps.greedy_by_hand(model, LAYERS, [*PROMPT, *first, 77], 4)
+
+
+def test_a_cut_waits_for_the_tokens_before_it_and_no_longer(stage: Stage, model: Path) -> None:
+    end = len(PROMPT)
+    kept = steps.greedy_by_hand(model, LAYERS, PROMPT, 3)
+    stage.engine.post_steps([
+        steps.prompt_step(1, 9, PROMPT, [4, 2, 11]), steps.decode_step(2, 9, end, repeat=8),
+        steps.cut_step(3, 9, end + 3, [77, 5]), steps.decode_step(4, 9, end + 5, repeat=3),
+    ])  # fmt: skip
+    assert drawn_after(stage, 3, 4) == steps.greedy_by_hand(model, LAYERS, [*PROMPT, *kept, 77, 5], 4)
+
+
+def test_the_device_does_not_go_on_with_what_was_cut(stage: Stage, model: Path) -> None:
+    """What follows a cut may stand at the very position where the device was to go on."""
+    end, others = len(PROMPT), [77, 5, 301, 9]
+    stage.engine.post_steps([
+        steps.prompt_step(1, 9, PROMPT, [4, 2, 11]), steps.decode_step(2, 9, end, repeat=4),
+        steps.cut_step(3, 9, end, others), steps.decode_step(4, 9, end + 4, repeat=3),
+    ])  # fmt: skip
+    assert drawn_after(stage, 3, 4) == steps.greedy_by_hand(model, LAYERS, [*PROMPT, *others], 4)
+
+
+def test_the_device_does_not_go_on_with_a_sequence_that_had_the_same_number(
+    stage: Stage, model: Path
+) -> None:
+    for first, ids in ((1, PROMPT), (4, OTHER)):
+        step = steps.prompt_step(first, 9, ids, [4, 2])
+        stage.engine.post_steps([step, steps.decode_step(first + 1, 9, len(ids), repeat=first)])
+        assert drawn_after(stage, first, first + 1) == steps.greedy_by_hand(model, LAYERS, ids, 1 + first)
+        stage.engine.post_steps([steps.free_step(first + 2, 9)])
+        stage.listen_until(first + 2)
+
+
 def test_sampled_draws_do_not_depend_on_how_far_ahead_they_are_issued(model: Path) -> None:
     def drawn(*repeats: int) -> list[int]:
         stage = Stage(model)

@@ -41,18 +41,18 @@ class InProcessLink:
     def __init__(self, receiver: Engine, window: int) -> None:
         self._receiver = receiver
         self._window = window
-        self._held: list[Frame] = []
+        self.held: list[Frame] = []
         self.hold: Callable[[Frame], bool] = lambda frame: False
 
     def send(self, frame: Frame) -> None:
         if self.hold(frame):
-            self._held.append(frame)
+            self.held.append(frame)
         else:
             self._receiver.post_frame(Frame.decode(replace(frame, window=self._window).encode()))
 
     def release(self) -> None:
         self.hold = lambda frame: False
-        for frame in self._held:
+        for frame in self.held:
             self.send(frame)
 
     def close(self) -> None:
@@ -103,6 +103,15 @@ class Ring:
                 positions = self.failed.setdefault(failure.sequence_id, [])
                 positions.append(failure.position)
                 assert "not numbers" in failure.reason
+
+    def results(self, step_id: int) -> list[stage_pb2.StepResult]:
+        """What the last stage says until it has acknowledged a step."""
+        results: list[stage_pb2.StepResult] = []
+        while (1, step_id) in self._unacknowledged:
+            index, response = self.said.get(timeout=TIMEOUT_S)
+            self._unacknowledged -= {(index, acknowledged) for acknowledged in response.acknowledged_steps}
+            results += response.results
+        return results
 
     def finish(self) -> None:
         """Until both stages have acknowledged all they were told."""
@@ -225,6 +234,24 @@ def test_a_sequence_is_freed_while_its_steps_are_pending(ring: Ring, expected: l
     ring.post(steps.prompt_step(4, 9, PROMPT, [4, 2]))
     ring.finish()
     assert ring.tokens == {9: expected[:1]}
+
+
+def test_a_cut_drops_the_tokens_that_are_still_on_their_way(ring: Ring, model: Path) -> None:
+    """The first stage hears late what was drawn before the cut, while it waits for what is drawn after."""
+    end = len(PROMPT)
+    ring.links[1].hold = lambda frame: frame.step_id > 1
+    ring.post(steps.prompt_step(1, 9, PROMPT, [4, 2]), steps.decode_step(2, 9, end))
+    ring.post(steps.cut_step(3, 9, end, [77]), steps.decode_step(4, 9, end + 1, repeat=3))
+    results = [result for result in ring.results(3) if result.step_id == 3]
+    late, due = ring.links[1].held
+    assert (late.step_id, due.step_id) == (2, 3)
+    ring.engines[0].post_frame(Frame.decode(late.encode()))
+    time.sleep(0.1)  # for a stage that would take it
+    ring.engines[0].post_frame(Frame.decode(due.encode()))
+    ring.links[1].hold = lambda frame: False
+    results += ring.results(4)
+    drawn = [token.token_id for result in results for token in result.tokens]
+    assert drawn == steps.greedy_by_hand(model, LAYERS, [*PROMPT, 77], 4)
 
 
 def test_frames_of_another_epoch_are_dropped(ring: Ring, expected: list[int]) -> None:
