@@ -322,24 +322,24 @@ class Mesh:
             ring = [by_id[window.stage_id] for window in made.windows]
             self._epoch += 1
             epoch = self._epoch
-            await loading.load(made, ring, entry, fingerprint, epoch, self.config, report)
-            report(loading.load_progress("link"))
-            carriers = await loading.link(ring, epoch)
-            report(coordinator_pb2.LoadModelResponse(plan=loading.plan_status(made, epoch, carriers)))
-            report(loading.load_progress("check"))
-            served = Served(
-                epoch, entry, info, text, made, ring, carriers, self.config, self.metrics,
-                self._on_pipeline_failure,
-            )  # fmt: skip
+            async with loading.loaded(made, ring, entry, fingerprint, epoch, self.config, report):
+                report(loading.load_progress("link"))
+                carriers = await loading.link(ring, epoch)
+                report(coordinator_pb2.LoadModelResponse(plan=loading.plan_status(made, epoch, carriers)))
+                report(loading.load_progress("check"))
+                served = Served(
+                    epoch, entry, info, text, made, ring, carriers, self.config, self.metrics,
+                    self._on_pipeline_failure,
+                )  # fmt: skip
+                try:
+                    await served.check()
+                except BaseException:
+                    await served.close()
+                    raise
+                return served
         except BaseException:
             text.close()
             raise
-        try:
-            await served.check()
-        except BaseException:
-            await served.close()
-            raise
-        return served
 
     async def _measure(
         self, members: list[Member], entry: CatalogEntry, fingerprint: str, context_length: int
