@@ -598,6 +598,40 @@ def test_health_and_reflection_answer(server: Server) -> None:
     assert {SERVICE, "grpc.health.v1.Health"} <= names
 
 
+def test_idle_reflection_leaves_workers(server: Server) -> None:
+    end = threading.Event()
+
+    def silent() -> Iterator[Any]:
+        end.wait(TIMEOUT_S)
+        yield from ()
+
+    reflection = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+    count = daemon._WORKERS + 8
+    idle = [reflection.ServerReflectionInfo(silent(), timeout=TIMEOUT_S) for _ in range(count)]
+    refused_calls = queue.SimpleQueue[str]()
+    for call in idle:
+        call.add_done_callback(lambda done: refused_calls.put(done.code().name))
+    try:
+        for _ in range(count - 8):
+            assert refused_calls.get(timeout=TIMEOUT_S) == "RESOURCE_EXHAUSTED"
+        server.stub.Describe(stage_pb2.DescribeRequest(), timeout=5)
+        server.load()
+    finally:
+        end.set()
+        for call in idle:
+            call.cancel()
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:  # the places are free again, soon
+        try:
+            (answer,) = reflection.ServerReflectionInfo(iter([asked]), timeout=TIMEOUT_S)
+            break
+        except grpc.RpcError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert answer.list_services_response.service
+
+
 def test_health_watches_take_no_workers(server: Server) -> None:
     """More of them than the server has threads, and still it answers and loads."""
     health = health_pb2_grpc.HealthStub(server.channel)
