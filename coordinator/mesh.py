@@ -19,7 +19,7 @@ from coordinator import loading
 from coordinator.catalog import Catalog, CatalogEntry, model_info
 from coordinator.config import CoordinatorConfig
 from coordinator.loading import Report, make_plan
-from coordinator.membership import Member, Membership, StageError, prove_reachable
+from coordinator.membership import Member, Membership, StageError, prove_reachable, reason_of
 from coordinator.metrics import Metrics
 from coordinator.serving import Served
 from coordinator.text import ModelText
@@ -185,9 +185,10 @@ class Mesh:
         self._log.warning("epoch_failed", epoch=epoch, reason=str(error))
         if member is not None and isinstance(error, UnavailableError):
             # If it lives, it is back with the next renewal of its lease.
-            self._lose(member, str(error))
+            self._lose(member, reason_of(member, error))
         elif member is not None:
-            self._end_served(UnavailableError(f"stage {member.stage_id!r} failed: {error}"))
+            reason = reason_of(member, error)
+            self._end_served(UnavailableError(f"stage {member.stage_id!r} failed: {reason}"))
         else:
             self._end_served(error)
 
