@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from common import log, rpc
 from common.errors import ConfigError
 from common.settings import check_ranges
-from stage.memory_settings import MemorySettings
+from stage.memory_settings import MemorySettings, check_amount
 
 BACKENDS = ("auto", "reference", "cpu", "cuda")
 CARRIERS = ("auto", "shm", "grpc")
 ACCURACIES = ("fast", "exact")
 KV_DTYPES = ("f16", "q8_0")
-_LEAST_MEMORY_BYTES = 1 << 16
-_RANGES = {"threads": (0, 4096), "memory": (0, 2**63 - 1)}
+_RANGES = {"threads": (0, 4096)}
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,11 @@ class StageConfig:
     backend: str = field(default="auto", metadata={"help": "reference, cpu, cuda, or auto"})
     device: str = field(default="auto", metadata={"help": "cpu, cuda:N, or auto"})
     threads: int = field(default=0, metadata={"help": "computing threads on a CPU; 0: all cores"})
-    memory: int = field(default=0, metadata={"help": "bytes for weights and KV cache; 0: what is free"})
+    memory: str = field(
+        default="auto", metadata={"help": "CPU stage: for weights and KV cache, as 8GB, 8GiB or 80%"}
+    )
     gpu_memory: str = field(
-        default="auto", metadata={"help": "of the GPU, all in all: auto, bytes (12GB) or a fraction (0.5)"}
+        default="auto", metadata={"help": "of the GPU, all in all: auto (what is free), 12GB, 12GiB or 50%"}
     )
     host_memory: str = field(
         default="auto", metadata={"help": "GPU stage: host memory for layers that do not fit on the GPU"}
@@ -70,10 +71,7 @@ class StageConfig:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
         check_ranges(self, _RANGES)
-        if 0 < self.memory < _LEAST_MEMORY_BYTES:
-            raise ConfigError(
-                f"memory is {self.memory} bytes, which holds no model: write bytes, 8000000000 for 8 GB"
-            )
+        check_amount("memory", self.memory)
         self.memory_settings.check()
         if not self.stage_id:
             raise ConfigError("stage_id is empty; leave it out for a name made of host and device")
