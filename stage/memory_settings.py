@@ -77,8 +77,8 @@ def parse_amount(text: str, total_bytes: int) -> int | None:
     match = re.fullmatch(rf"({_NUMBER})\s*([A-Za-z]*)", stated)
     if match is None or match[2] not in _UNITS:
         raise ConfigError(
-            f"{text!r} is no amount of memory: write auto, 8GB or 8GiB, 512MB or 512MiB, a number of bytes, or "
-            "a share of all there is, 80% or 0.8"
+            f"{text!r} is no amount of memory: write auto, 8GB or 8GiB, 512MB or 512MiB, a number of bytes, "
+            "or a share of all there is, 80% or 0.8"
         )
     amount = int(float(match[1]) * _UNITS[match[2]])
     if 0 < amount < _LEAST_BYTES:

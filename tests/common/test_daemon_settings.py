@@ -33,6 +33,14 @@ def test_a_number_that_cannot_work_is_refused_by_name_and_range(
 
 
 @pytest.mark.parametrize("daemon", [CoordinatorConfig, StageConfig])
+def test_help_says_what_every_text_is(daemon: Daemon) -> None:
+    for name, field in daemon.__dataclass_fields__.items():
+        assert field.metadata["help"]
+        if field.type in ("str", "tuple[str, ...]"):
+            assert field.metadata["metavar"], name
+
+
+@pytest.mark.parametrize("daemon", [CoordinatorConfig, StageConfig])
 def test_every_number_of_a_daemon_has_a_range(daemon: Daemon) -> None:
     for name, field in daemon.__dataclass_fields__.items():
         if field.type in ("int", "float"):
