@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from common.arguments import at_least, number, whole_number
+
 _EPILOG = """\
 The coordinator is found by --coordinator ADDRESS, else PIPELLM_COORDINATOR, else 127.0.0.1:7070.
 ADDRESS is host:port or unix:/path.
@@ -50,9 +52,9 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     arguments = make_parser().parse_args(argv)
-    for number in _ENDING:
-        if number != signal.SIGINT or arguments.command != "chat":  # a chat goes on after Ctrl-C
-            signal.signal(number, _leave)  # so that a mesh of its own is stopped
+    for ending in _ENDING:
+        if ending != signal.SIGINT or arguments.command != "chat":  # a chat goes on after Ctrl-C
+            signal.signal(ending, _leave)  # so that a mesh of its own is stopped
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack what a model writes
     try:
@@ -94,10 +96,10 @@ def _commands() -> dict[str, Callable[[argparse.Namespace], None]]:
     }
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _leave(received: int, frame: FrameType | None) -> None:
     for ending in _ENDING:  # a second one (`timeout` sends two) would break into the clean-up
         signal.signal(ending, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+    raise SystemExit(128 + received)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -129,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     _timeout(command)
     command = add("status", "stages, layers, memory, queue, tokens/s")
     command.add_argument("--watch", action="store_true", help="go on until Ctrl-C, without a deadline")
-    command.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between (1)")
+    command.add_argument("--interval", type=number, default=1.0, metavar="S", help="seconds between (1)")
     _timeout(command)
     command = add("tokenize", "a text's token ids")
     _add_text_input(command)
@@ -155,8 +157,9 @@ def _add_chat(command: argparse.ArgumentParser) -> None:
         "is started for it, one stage per GPU",
     )
     command.add_argument("--local", action="store_true", help="a mesh of its own in any case")
-    command.add_argument("--stages", type=_positive, metavar="N", help="a mesh of its own with N CPU stages")
-    command.add_argument("--threads", type=_positive, default=0, metavar="N", help="threads of a CPU stage")
+    some = at_least(1)
+    command.add_argument("--stages", type=some, metavar="N", help="a mesh of its own with N CPU stages")
+    command.add_argument("--threads", type=some, default=0, metavar="N", help="threads of a CPU stage")
     _context_length(command)
     command.add_argument("--system", type=_text, default="", metavar="TEXT", help="system message")
     command.add_argument("--plain", action="store_true", help="show the text as it comes, unrendered")
@@ -169,7 +172,10 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", default="", help="default: the loaded one")
     command.add_argument("--return-ids", action="store_true", help="print token ids, a line each, not text")
     command.add_argument(
-        "--logprobs", type=int, metavar="N", help="a line a token: id, logprob, text, and the N likeliest"
+        "--logprobs",
+        type=whole_number,
+        metavar="N",
+        help="a line a token: id, logprob, text, and the N likeliest",
     )
     _add_special(command)
     _add_options(command)
@@ -188,9 +194,9 @@ def _add_special(command: argparse.ArgumentParser) -> None:
 def _add_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("generation (what is left out takes the model's default)")
     for name, text in _INTEGERS.items():
-        group.add_argument(f"--{name}", type=int, metavar="N", help=text)
+        group.add_argument(f"--{name}", type=whole_number, metavar="N", help=text)
     for name, text in _FLOATS.items():
-        group.add_argument(f"--{name}", type=float, metavar="X", help=text)
+        group.add_argument(f"--{name}", type=number, metavar="X", help=text)
     group.add_argument("--stop", action="append", type=_text, metavar="TEXT", help="end there; repeatable")
     bias_help = "add to a token's logit; repeatable"
     group.add_argument("--logit-bias", action="append", type=_bias, metavar="ID=BIAS", help=bias_help)
@@ -200,7 +206,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
 
 def _context_length(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--context-length", type=_positive, default=0, metavar="N", help="tokens a sequence may hold"
+        "--context-length", type=at_least(1), default=0, metavar="N", help="tokens a sequence may hold"
     )
 
 
@@ -211,18 +217,11 @@ def _timeout(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
-
-
 def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= _MAX_TIMEOUT_S:  # gRPC's clock would take a far deadline for a past one
+    seconds = number(text)
+    if not 0 < seconds <= _MAX_TIMEOUT_S:  # gRPC's clock would take a far deadline for a past one
         raise argparse.ArgumentTypeError(f"{text} is not a time above 0 and up to {_MAX_TIMEOUT_S:.0f} s")
-    return number
+    return seconds
 
 
 def _bias(text: str) -> tuple[int, float]:

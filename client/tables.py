@@ -92,6 +92,9 @@ def _status(status: Status) -> RenderableType:
     facts.add_row("so far", f"{status.requests_finished} requests, {status.tokens_generated} tokens")
     facts.add_row("version", f"{status.version}, up {_duration(status.uptime_s)}")
     parts: list[RenderableType] = [facts, "", _stage_table(status.stages) if status.stages else "no stages"]
+    details = [Text(f"{stage.stage_id}: {stage.detail}") for stage in status.stages if stage.detail]
+    if details:  # a sentence in a column would push the others off the screen
+        parts += ["", *details]
     if any(stage.telemetry for stage in status.stages):
         parts += ["", _telemetry_table(status.stages)]
     return Group(*parts)
@@ -103,10 +106,9 @@ def _stage_table(stages: Iterable[Stage]) -> Table:
         "device", "backend",
     )  # fmt: skip
     for stage in stages:
-        state = f"{stage.state}: {stage.detail}" if stage.detail else stage.state
         table.add_row(
             Text(stage.stage_id),
-            Text(state),
+            Text(stage.state),
             _layers(stage.layer_start, stage.layer_end),
             _bytes(stage.weight_bytes),
             _bytes(stage.kv_bytes),

@@ -10,6 +10,7 @@ import asyncio
 import os
 import re
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent import futures
 from typing import Any, NoReturn
@@ -30,6 +31,7 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 96 << 20
 RETRY_DELAY_S = 1.0
 _MAX_MESSAGE_CHARS = 2000
+_MAX_REFLECTIONS = 8  # open at once on a threaded server
 
 _COMMON_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -232,10 +234,34 @@ def _behavior(handler: grpc.RpcMethodHandler) -> Callable[..., Any]:
 
 
 class _ErrorInterceptor(grpc.ServerInterceptor):
+    def __init__(self) -> None:
+        self._reflection_free = threading.BoundedSemaphore(_MAX_REFLECTIONS)
+
+    def _reflecting(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """The same method; each open stream of it takes a worker, so few may be open."""
+        inner = _behavior(handler)
+
+        def bounded(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            if not self._reflection_free.acquire(blocking=False):
+                context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"reflection: {_MAX_REFLECTIONS} streams are open, no more are taken; close one",
+                )
+            try:
+                yield from inner(requests, context)
+            finally:
+                self._reflection_free.release()
+
+        return grpc.stream_stream_rpc_method_handler(
+            bounded, handler.request_deserializer, handler.response_serializer
+        )
+
     def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = continuation(handler_call_details)
+        if handler is not None and handler_call_details.method.startswith("/grpc.reflection."):
+            return self._reflecting(handler)
         if handler is None or handler_call_details.method.startswith("/grpc."):
-            return handler  # health and reflection raise no errors of ours, and health has its own threading
+            return handler  # health raises no errors of ours, and has its own threading
         inner, method = _behavior(handler), handler_call_details.method
 
         def parsed(request: Any) -> Any:

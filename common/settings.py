@@ -1,10 +1,10 @@
 """Settings of a daemon: one frozen dataclass, filled from flags > PIPELLM_* environment > TOML > defaults.
 
-Each field of the dataclass is one setting: `field(default=..., metadata={"help": ...})`. Its name gives the
+Each field of the dataclass is one setting, made by `setting` (or with a plain default). Its name gives the
 flag (`model_dir` is `--model-dir`), the variable (`PIPELLM_MODEL_DIR`) and the TOML key (`model_dir`).
 Types: str, int, float, bool, and tuple[str, ...] (a repeated flag, a TOML list, an os.pathsep-separated
-variable). Unknown keys are errors. What a value means, and "auto", is the daemon's business;
-`check_ranges` helps it with numbers.
+variable). Unknown keys are errors. What a value means, and "auto", is the daemon's business; `check_ranges`
+helps it with numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ from typing import Any, TypeVar
 from common.errors import ConfigError
 
 ENV_PREFIX = "PIPELLM_"
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string (in quotes)"}
 
 T = TypeVar("T")
+
+
+def setting(default: T, text: str, metavar: str = "") -> T:
+    """A field of a settings class, with what --help says of it and writes for its value."""
+    made: Any = dataclasses.field(default=default, metadata={"help": text, "metavar": metavar})
+    return typing.cast(T, made)
 
 
 def load(
@@ -44,7 +51,10 @@ def load(
         name = ENV_PREFIX + field.name.upper()
         if name in env:
             values[field.name] = _parse(env[name], hints[field.name], f"environment variable {name}")
-    values.update((name, _frozen(value)) for name, value in flags.items() if value is not None)
+    for field in fields:
+        if flags[field.name] is not None:
+            flag = "--" + field.name.replace("_", "-")
+            values[field.name] = _of_flag(flags[field.name], hints[field.name], flag)
     return cls(**values)
 
 
@@ -62,10 +72,17 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], ki
     text = f"{field.metadata.get('help', '')} (default: {default})".replace("%", "%%")
     if kind is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-    elif _is_tuple(kind):
-        parser.add_argument(flag, action="append", default=None, help=text, metavar="VALUE")
-    else:
-        parser.add_argument(flag, type=kind, default=None, help=text, metavar=kind.__name__.upper())
+        return
+    metavar = field.metadata.get("metavar") or ("N" if kind in (int, float) else "TEXT")
+    parser.add_argument(
+        flag, action="append" if _is_tuple(kind) else "store", default=None, help=text, metavar=metavar
+    )
+
+
+def _of_flag(value: Any, kind: Any, flag: str) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return value if isinstance(value, bool) else _converted(value, kind, flag)
 
 
 def _from_toml(path: Path, hints: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +109,7 @@ def _checked(value: Any, kind: Any, where: str) -> Any:
             return tuple(value)
     elif type(value) is kind or (kind is float and type(value) is int):
         return _converted(value, kind, where)
-    wanted = "a list of strings" if _is_tuple(kind) else kind.__name__
+    wanted = "a list of strings" if _is_tuple(kind) else _WORDS[kind]
     raise ConfigError(f"{where} is {_shown(value)}, expected {wanted}")
 
 
@@ -111,7 +128,7 @@ def _converted(value: Any, kind: Any, where: str) -> Any:
     try:
         return kind(value)
     except ValueError:
-        raise ConfigError(f"{where} is {_shown(value)}, expected {kind.__name__}") from None
+        raise ConfigError(f"{where} is {_shown(value)}, expected {_WORDS[kind]}") from None
     except OverflowError:
         raise ConfigError(f"{where} is {_shown(value)}, more than a {kind.__name__} holds") from None
 
@@ -127,7 +144,3 @@ def _shown(value: Any) -> str:
 
 def _is_tuple(kind: Any) -> bool:
     return typing.get_origin(kind) is tuple
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

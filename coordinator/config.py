@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from common import log, rpc
 from common.errors import ConfigError
-from common.settings import check_ranges
+from common.settings import check_ranges, setting
 from coordinator.pace import MAX_REPEAT
 
 _MAX_COUNT = 2**31 - 1  # counts travel as uint32 and are added to one another
@@ -23,31 +23,23 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    listen: str = field(default="127.0.0.1:7070", metadata={"help": "host:port or unix:/path to serve on"})
-    metrics_listen: str = field(default="", metadata={"help": "host:port for Prometheus to scrape"})
-    model_dir: tuple[str, ...] = field(
-        default=(), metadata={"help": "a directory of GGUF files; nothing outside is opened"}
-    )
-    model: str = field(default="", metadata={"help": "model to load once enough stages are there"})
-    min_stages: int = field(default=1, metadata={"help": "stages to wait for before a model is loaded"})
-    context_length: int = field(
-        default=0, metadata={"help": "tokens a sequence may hold; 0: the model's limit, or what fits"}
-    )
-    kv_block_size: int = field(default=16, metadata={"help": "tokens in a KV block"})
-    max_step_tokens: int = field(default=512, metadata={"help": "rows of one forward at most"})
-    max_sequences: int = field(default=32, metadata={"help": "sequences computed at once"})
-    max_waiting: int = field(default=256, metadata={"help": "requests that may queue"})
-    run_ahead: int = field(
-        default=0, metadata={"help": "decode iterations issued ahead of their results; 0: two steps"}
-    )
-    repeat: int = field(default=0, metadata={"help": "decode iterations in one step; 0: 25 to 50 ms of them"})
-    lease_s: float = field(default=3.0, metadata={"help": "a stage silent for so long is lost"})
-    load_timeout_s: float = field(default=1800.0, metadata={"help": "longest load of a model"})
-    step_timeout_s: float = field(
-        default=120.0, metadata={"help": "a stage that works longer on one step is lost"}
-    )
-    drain_s: float = field(default=10.0, metadata={"help": "time for running requests at a clean stop"})
-    log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
+    listen: str = setting("127.0.0.1:7070", "host:port or unix:/path to serve on", "ADDRESS")
+    metrics_listen: str = setting("", "host:port for Prometheus to scrape", "ADDRESS")
+    model_dir: tuple[str, ...] = setting((), "a directory of GGUF files; nothing outside is opened", "DIR")
+    model: str = setting("", "model to load once enough stages are there", "NAME")
+    min_stages: int = setting(1, "stages to wait for before a model is loaded")
+    context_length: int = setting(0, "tokens a sequence may hold; 0: the model's limit, or what fits")
+    kv_block_size: int = setting(16, "tokens in a KV block")
+    max_step_tokens: int = setting(512, "rows of one forward at most")
+    max_sequences: int = setting(32, "sequences computed at once")
+    max_waiting: int = setting(256, "requests that may queue")
+    run_ahead: int = setting(0, "decode iterations issued ahead of their results; 0: two steps")
+    repeat: int = setting(0, "decode iterations in one step; 0: 25 to 50 ms of them")
+    lease_s: float = setting(3.0, "a stage silent for so long is lost", "SECONDS")
+    load_timeout_s: float = setting(1800.0, "longest load of a model", "SECONDS")
+    step_timeout_s: float = setting(120.0, "a stage that works longer on one step is lost", "SECONDS")
+    drain_s: float = setting(10.0, "time for running requests at a clean stop", "SECONDS")
+    log_level: str = setting("info", "debug, info, warning or error", "LEVEL")
 
     def checked(self) -> CoordinatorConfig:
         """The same with directories made absolute. Raises ConfigError naming the setting."""

@@ -13,7 +13,7 @@ import numpy as np
 
 # One window more costs a token a hop of about this (a gRPC round trip of 8 KiB takes 0.4 to 0.7 ms).
 _HOP_S = 4e-4
-_ROUNDING = 1 + 1e-9  # window times are differences of sums
+ROUNDING = 1 + 1e-9  # window times are differences of sums
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,56 @@ def pools_in_ring_order(stages: Sequence[StageCosts]) -> list[Pool]:
 
 
 def slowest_s(split: Split) -> float:
+    """The time of the slowest window: a ring that is full advances at its pace."""
     return max(float(stage.seconds[end] - stage.seconds[start]) for stage, start, end in split)
 
 
+def way_round_s(split: Split) -> float:
+    """One token's way round: all windows and hops, since a single stream is in one place at a time."""
+    return sum(float(stage.seconds[end] - stage.seconds[start]) + _HOP_S for stage, start, end in split)
+
+
+def cost(split: Split) -> float:
+    """What a split takes from one stream times what it takes from many, in square seconds.
+
+    How many streams there will be is not known, so what one side gains must be worth, in proportion, what the
+    other loses. A second stage of the same kind doubles the pace for a hop more; one that takes 1 + sqrt(2)
+    times as long for a layer, or longer, gets some only where the model does not fit otherwise."""
+    return slowest_s(split) * way_round_s(split)
+
+
 def best_split(pools: Sequence[Pool], kv_tokens: int) -> Split | None:
-    """The split with the fastest slowest window, and of those the cheapest; None if none fits."""
+    """The split that costs least; None if none fits.
+
+    Of all splits whose windows take `limit_s` at most `cheapest_split` finds the one with the shortest way
+    round; so the best is among these, for the limits that a window can take. From the lowest limit that can
+    be met upwards the way round gets shorter; between two limits no split costs less than the lower limit
+    times the way round at the upper one."""
+    limits = _window_times(pools)
+    first, best = _fastest_pace(pools, kv_tokens, limits)
+    if best is None:
+        return None
+    shortest_s = _shortest_way_s(pools)
+    ranges = [(first, len(limits) - 1)]  # of limits, the lowest left out: its split is known
+    while ranges:
+        low, high = ranges.pop()
+        high = min(high, int(np.searchsorted(limits * shortest_s, cost(best))) - 1)
+        split = cheapest_split(pools, kv_tokens, limits[high]) if high > low else None
+        if split is None:
+            continue
+        best = min(best, split, key=cost)
+        # No limit down to the pace of this split gives another one.
+        high = int(np.searchsorted(limits, slowest_s(split) / ROUNDING)) - 1
+        if high > low and limits[low + 1] * way_round_s(split) < cost(best):
+            middle = (low + high) // 2
+            ranges += [(middle, high), (low, middle)]  # the lower one first
+    return best
+
+
+def _window_times(pools: Sequence[Pool]) -> np.ndarray:
+    """Every time that a window of some stage can take, ascending."""
     stages = [stage for pool in pools for stage in pool.stages]
-    limits = np.unique(
+    return np.unique(
         np.concatenate(
             [
                 sums
@@ -104,12 +147,25 @@ def best_split(pools: Sequence[Pool], kv_tokens: int) -> Split | None:
             ]
         )
     )
+
+
+def _shortest_way_s(pools: Sequence[Pool]) -> float:
+    """No way round is shorter: all layers on the fastest stage, ends and memory left aside."""
+    num_layers = len(pools[0].weights) - 1
+    return _HOP_S + num_layers * min(stage.costs.layer_decode_s for pool in pools for stage in pool.stages)
+
+
+def _fastest_pace(
+    pools: Sequence[Pool], kv_tokens: int, limits: np.ndarray
+) -> tuple[int, Split | None]:
+    """The index of the lowest limit that some split meets, and the shortest of those splits."""
+    stages = [stage for pool in pools for stage in pool.stages]
     # No limit can be met below which the stages' layers, ends and memory left aside, are too few.
     per_layer = np.array([max(stage.costs.layer_decode_s, 1e-12) for stage in stages])
     num_layers = len(stages[0].seconds) - 1
 
     def too_low(index: int) -> bool:
-        return bool(np.floor(limits[index] * _ROUNDING / per_layer).sum() < num_layers)
+        return bool(np.floor(limits[index] * ROUNDING / per_layer).sum() < num_layers)
 
     low, high = -1, len(limits)
     while high - low > 1:
@@ -119,13 +175,13 @@ def best_split(pools: Sequence[Pool], kv_tokens: int) -> Split | None:
     stride = 1
     while (split := cheapest_split(pools, kv_tokens, limits[high])) is None:
         if high == len(limits) - 1:
-            return None
+            return high, None
         low, high, stride = high, min(high + stride, len(limits) - 1), stride * 2
     while high - low > 1:
         middle = (low + high) // 2
         other = cheapest_split(pools, kv_tokens, limits[middle])
         low, high, split = (middle, high, split) if other is None else (low, middle, other)
-    return split
+    return high, split
 
 
 def cheapest_split(pools: Sequence[Pool], kv_tokens: int, limit_s: float) -> Split | None:
@@ -174,7 +230,7 @@ def _with_stage(
     for count in range(1, costs.shape[1]):
         seconds = stage.seconds[count:] - stage.seconds[:-count]
         fits = needed[count:] - needed[:-count] <= stage.budget
-        allowed = fits & (seconds <= limit_s * _ROUNDING)
+        allowed = fits & (seconds <= limit_s * ROUNDING)
         if not allowed.any():
             break  # nor will any with more layers
         candidates = costs[:, :-count] + np.where(allowed, seconds + _HOP_S, np.inf)

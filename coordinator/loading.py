@@ -6,9 +6,12 @@ Everything here is one attempt: the first error ends it, and the caller unloads 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import grpc
 
 from common.errors import OutOfCapacityError, UnavailableError
 from coordinator.catalog import CatalogEntry
@@ -87,7 +90,8 @@ def make_plan(
         return plan(model, larger, PlanSettings(context, config.kv_block_size, max_sequences=1))
 
 
-async def load(
+@asynccontextmanager
+async def loaded(
     made: Plan,
     members: Sequence[Member],
     entry: CatalogEntry,
@@ -95,11 +99,13 @@ async def load(
     epoch: int,
     config: CoordinatorConfig,
     report: Report,
-) -> list[stage_pb2.LoadResponse]:
-    """Loads every window on its stage, all at once; the last answer of each."""
+) -> AsyncIterator[None]:
+    """Loads every window on its stage, all at once. A stage that is not executed at the end lets go of it: so
+    does one whose coordinator dies meanwhile."""
     progress: list[tuple[int, int]] = [(0, 0)] * len(members)
+    calls: list[grpc.aio.UnaryStreamCall[Any, stage_pb2.LoadResponse]] = []
 
-    async def one(index: int) -> stage_pb2.LoadResponse:
+    async def one(index: int) -> None:
         window, member = made.windows[index], members[index]
         request = stage_pb2.LoadRequest(
             epoch=epoch,
@@ -118,15 +124,22 @@ async def load(
             shard_count=1,
         )
         with calling(member):
-            async for response in member.stub.Load(request, timeout=config.load_timeout_s):
+            call = member.stub.Load(request, timeout=config.load_timeout_s)
+            calls.append(call)
+            async for response in call:
                 progress[index] = (response.bytes_done, response.bytes_total)
                 done, total = (sum(column) for column in zip(*progress, strict=True))
                 report(load_progress("load", done, total))
                 if response.loaded:
-                    return response
+                    return
         raise StageError(member, UnavailableError(f"stage {member.stage_id!r} ended its load early"))
 
-    return await _gather([one(index) for index in range(len(members))])
+    try:
+        await _gather([one(index) for index in range(len(members))])
+        yield
+    finally:
+        for call in calls:
+            call.cancel()
 
 
 async def link(members: Sequence[Member], epoch: int) -> list[str]:

@@ -49,6 +49,18 @@ class StageError(Exception):
         self.reported = reported  # by the stage itself, which is alive then
 
 
+def reason_of(member: Member, error: PipeLLMError) -> str:
+    """The error's text, to stand after the stage's name: what names the stage itself begins with "it"."""
+    text = str(error)
+    for name in (f"stage {member.stage_id!r} at {member.address}", f"stage {member.stage_id!r}",
+                 f"stage {member.stage_id}"):  # fmt: skip
+        if text.startswith(f"{name}: "):
+            return text.removeprefix(f"{name}: ")
+        if text.startswith(f"{name} "):
+            return "it" + text.removeprefix(name)
+    return text
+
+
 @contextmanager
 def calling(member: Member) -> Iterator[None]:
     """Everything that a call on the member's channel may raise becomes StageError.

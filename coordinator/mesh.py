@@ -19,7 +19,7 @@ from coordinator import loading
 from coordinator.catalog import Catalog, CatalogEntry, model_info
 from coordinator.config import CoordinatorConfig
 from coordinator.loading import Report, make_plan
-from coordinator.membership import Member, Membership, StageError, prove_reachable
+from coordinator.membership import Member, Membership, StageError, prove_reachable, reason_of
 from coordinator.metrics import Metrics
 from coordinator.serving import Served
 from coordinator.text import ModelText
@@ -185,9 +185,10 @@ class Mesh:
         self._log.warning("epoch_failed", epoch=epoch, reason=str(error))
         if member is not None and isinstance(error, UnavailableError):
             # If it lives, it is back with the next renewal of its lease.
-            self._lose(member, str(error))
+            self._lose(member, reason_of(member, error))
         elif member is not None:
-            self._end_served(UnavailableError(f"stage {member.stage_id!r} failed: {error}"))
+            reason = reason_of(member, error)
+            self._end_served(UnavailableError(f"stage {member.stage_id!r} failed: {reason}"))
         else:
             self._end_served(error)
 
@@ -322,24 +323,24 @@ class Mesh:
             ring = [by_id[window.stage_id] for window in made.windows]
             self._epoch += 1
             epoch = self._epoch
-            await loading.load(made, ring, entry, fingerprint, epoch, self.config, report)
-            report(loading.load_progress("link"))
-            carriers = await loading.link(ring, epoch)
-            report(coordinator_pb2.LoadModelResponse(plan=loading.plan_status(made, epoch, carriers)))
-            report(loading.load_progress("check"))
-            served = Served(
-                epoch, entry, info, text, made, ring, carriers, self.config, self.metrics,
-                self._on_pipeline_failure,
-            )  # fmt: skip
+            async with loading.loaded(made, ring, entry, fingerprint, epoch, self.config, report):
+                report(loading.load_progress("link"))
+                carriers = await loading.link(ring, epoch)
+                report(coordinator_pb2.LoadModelResponse(plan=loading.plan_status(made, epoch, carriers)))
+                report(loading.load_progress("check"))
+                served = Served(
+                    epoch, entry, info, text, made, ring, carriers, self.config, self.metrics,
+                    self._on_pipeline_failure,
+                )  # fmt: skip
+                try:
+                    await served.check()
+                except BaseException:
+                    await served.close()
+                    raise
+                return served
         except BaseException:
             text.close()
             raise
-        try:
-            await served.check()
-        except BaseException:
-            await served.close()
-            raise
-        return served
 
     async def _measure(
         self, members: list[Member], entry: CatalogEntry, fingerprint: str, context_length: int

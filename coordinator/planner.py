@@ -1,9 +1,11 @@
 """The layer plan: which stage runs which layers, and how much KV cache there is. A pure function.
 
-Layers go to the stages in ring order so that the slowest window takes as little time as can be for a decode
-row, since a full pipeline advances at its pace; among such plans the one whose windows and hops take the
-least together, which is one token's way round. Memory is a cap, never an aim. What a stage needs is what it
-measured (`ProfileResponse`); how it is reached, loaded and linked is not known here.
+Layers go to the stages in ring order so that two times of a decode row are short, in proportion to one
+another: one token's way round all windows and hops, which is what a single stream waits for, and the slowest
+window, since a ring that is full advances at its pace (`layer_split.cost`). A stage that would lengthen the
+one by more than it shortens the other gets layers only where the model does not fit otherwise. Memory is a
+cap, never an aim. What a stage needs is what it measured (`ProfileResponse`); how it is reached, loaded and
+linked is not known here.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from dataclasses import dataclass
 from common.errors import NotReadyError, OutOfCapacityError
 from common.sizes import gib
 from coordinator.layer_split import (
+    ROUNDING,
     Pool,
     Split,
     Stage,
     StageCosts,
     best_split,
-    cheapest_split,
+    cost,
     pools_in_ring_order,
-    slowest_s,
 )
 
 # Of the memory that weights leave, what the KV cache takes beyond one sequence's need: activations and
@@ -83,10 +85,8 @@ def plan(model: ModelCosts, stages: Sequence[StageCosts], settings: PlanSettings
     def tokens(context: int) -> int:
         return -(-context // block_size) * block_size
 
-    def split_for(context: int, limit_s: float | None = None) -> Split | None:
-        if limit_s is None:
-            return best_split(pools, tokens(context))
-        return cheapest_split(pools, tokens(context), limit_s)
+    def split_for(context: int) -> Split | None:
+        return best_split(pools, tokens(context))
 
     context = min(settings.context_length, model.context_length)
     if settings.context_length == 0:
@@ -112,7 +112,7 @@ def plan(model: ModelCosts, stages: Sequence[StageCosts], settings: PlanSettings
     return Plan(windows, num_blocks, block_size, context)
 
 
-def _auto_context(limit: int, split_for: Callable[..., Split | None]) -> int:
+def _auto_context(limit: int, split_for: Callable[[int], Split | None]) -> int:
     """The longest context up to the model's limit whose plan is as fast as at the first floor that fits;
     0 if none does."""
     for floor in AUTO_CONTEXT_FLOORS:
@@ -120,14 +120,19 @@ def _auto_context(limit: int, split_for: Callable[..., Split | None]) -> int:
         split = split_for(shortest)
         if split is None:
             continue
-        pace_s = slowest_s(split)
-        if split_for(limit, pace_s) is not None:
+        least = cost(split)
+
+        def slows_nothing(context: int, least: float = least) -> bool:
+            other = split_for(context)
+            return other is not None and cost(other) <= least * ROUNDING
+
+        if slows_nothing(limit):
             return limit
         low, high = shortest // _AUTO_CONTEXT_STEP, -(-limit // _AUTO_CONTEXT_STEP)
         while high - low > 1:
             middle = (low + high) // 2
-            fits = split_for(middle * _AUTO_CONTEXT_STEP, pace_s) is not None
-            low, high = (middle, high) if fits else (low, middle)
+            longer = slows_nothing(middle * _AUTO_CONTEXT_STEP)
+            low, high = (middle, high) if longer else (low, middle)
         return max(shortest, low * _AUTO_CONTEXT_STEP)
     return 0
 

@@ -160,6 +160,16 @@ class Scheduler:
             accepted.append((sequence, token))
         return accepted
 
+    def on_failed(self, failure: stage_pb2.SequenceFailure) -> Sequence | None:
+        """Takes in that the stages cannot go on with a sequence, and ends it; None if its stay had ended.
+        What it has computed since its blocks were last registered is not to be found by others."""
+        residency = self._by_wire_id.get(failure.sequence_id)
+        if residency is None:
+            return None
+        self._end(residency)
+        residency.num_known = 0
+        return residency.sequence
+
     def on_acknowledged(self, stage: int, step_id: int) -> None:
         """Takes in that a stage (its place in the ring) is done with a step."""
         for residency in self._in_flight.on_acknowledged(stage, step_id, self._clock()):

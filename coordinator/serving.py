@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from common.errors import DeadlineError, InvalidRequestError, PipeLLMError
+from common.errors import CorruptDataError, DeadlineError, InvalidRequestError, PipeLLMError
 from coordinator.catalog import CatalogEntry
 from coordinator.config import CoordinatorConfig
 from coordinator.membership import Member
@@ -171,7 +171,7 @@ class Served:
 
     async def check(self) -> None:
         """Sends a canary token round the ring. Raises what went wrong on the way."""
-        options = coordinator_pb2.GenerationOptions(max_tokens=1)
+        options = coordinator_pb2.GenerationOptions(max_tokens=1, request_id="check")
         options.sampling.temperature = 0.0
         active = self.submit([min(1, self.info.vocab_size - 1)], options)
         answer = asyncio.ensure_future(_drain(active))
@@ -226,12 +226,28 @@ class Served:
                 reason = active.request.push(token)
                 if reason:
                     self._finish(active, coordinator_pb2.FinishReason.Name(reason))
+            for failure in result.failures:
+                self._fail_one(failure)
         for active in told.values():
             active.tell()
         if self._checked and num_generated:
             self._metrics.generated(num_generated)
             if num_prefilled:
                 self._metrics.prefilled(num_prefilled)
+
+    def _fail_one(self, failure: stage_pb2.SequenceFailure) -> None:
+        sequence = self.scheduler.on_failed(failure)
+        active = self._active.get(sequence.sequence_id) if sequence is not None else None
+        if sequence is None or active is None:
+            return
+        self._finish(active, "failed")
+        request_id = active.request.started.request_id
+        active.fail(
+            CorruptDataError(
+                f"request {request_id!r} ended after {sequence.num_generated} tokens, and no other with it:"
+                f" {failure.reason}"
+            )
+        )
 
     def _on_pipeline_failure(self, member: Member | None, error: PipeLLMError) -> None:
         if not self._failed.done():

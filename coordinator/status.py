@@ -7,7 +7,7 @@ import time
 from importlib import metadata
 
 from coordinator.loading import plan_status
-from coordinator.membership import Member, StageError, calling
+from coordinator.membership import Member, StageError, calling, reason_of
 from coordinator.mesh import Mesh
 from protos import coordinator_pb2, stage_pb2
 
@@ -66,8 +66,8 @@ async def _describe(member: Member) -> stage_pb2.DescribeResponse | str:
     try:
         with calling(member):
             return await member.stub.Describe(stage_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S)
-    except StageError as error:
-        return str(error)
+    except StageError as failure:
+        return reason_of(member, failure.error)
 
 
 def _add_stage(

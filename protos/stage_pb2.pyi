@@ -283,15 +283,27 @@ class SampledToken(_message.Message):
     top: _containers.RepeatedCompositeFieldContainer[_model_pb2.TokenLogprob]
     def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_model_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
+class SequenceFailure(_message.Message):
+    __slots__ = ("sequence_id", "position", "reason")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    position: int
+    reason: str
+    def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "repeat", "tokens")
+    __slots__ = ("step_id", "repeat", "tokens", "failures")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     REPEAT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     repeat: int
     tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
-    def __init__(self, step_id: _Optional[int] = ..., repeat: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ...) -> None: ...
+    failures: _containers.RepeatedCompositeFieldContainer[SequenceFailure]
+    def __init__(self, step_id: _Optional[int] = ..., repeat: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[SequenceFailure, _Mapping]]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
     __slots__ = ("results", "acknowledged_steps")

@@ -84,15 +84,17 @@ class StageServiceServicer:
     def Profile(self, request, context):
         """What a model costs on this stage, measured: loads one layer, times it, drops it.
         NOT_FOUND: no such file. DATA_LOSS, UNIMPLEMENTED: corrupt or unsupported, by name.
-        FAILED_PRECONDITION: a model is loaded, or the file's fingerprint is another than asked for.
+        FAILED_PRECONDITION: a model is loaded, or being loaded or measured, or the file's fingerprint is another
+        than asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Loads layers [layer_start, layer_end) and, where told, embedding and head. Codes as Profile;
-        RESOURCE_EXHAUSTED: does not fit, with both numbers.
+        """Loads layers [layer_start, layer_end) and, where told, embedding and head. After the last message the
+        stream stays open until an Execute stream takes the epoch over; whoever ends it before lets go of what was
+        loaded. Codes as Profile; RESOURCE_EXHAUSTED: does not fit, with both numbers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,60 +3,52 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from common import log, rpc
 from common.errors import ConfigError
-from common.settings import check_ranges
-from stage.memory_settings import MemorySettings
+from common.settings import check_ranges, setting
+from stage.memory_settings import MemorySettings, check_amount
 
 BACKENDS = ("auto", "reference", "cpu", "cuda")
 CARRIERS = ("auto", "shm", "grpc")
 ACCURACIES = ("fast", "exact")
 KV_DTYPES = ("f16", "q8_0")
-_LEAST_MEMORY_BYTES = 1 << 16
-_RANGES = {"threads": (0, 4096), "memory": (0, 2**63 - 1)}
+_RANGES = {"threads": (0, 4096)}
 
 
 @dataclass(frozen=True)
 class StageConfig:
-    listen: str = field(default="127.0.0.1:0", metadata={"help": "host:port or unix:/path to serve on"})
-    advertise: str = field(
-        default="", metadata={"help": "address the others dial, where it differs from --listen"}
+    listen: str = setting("127.0.0.1:0", "host:port or unix:/path to serve on", "ADDRESS")
+    advertise: str = setting("", "address the others dial, where it differs from --listen", "ADDRESS")
+    coordinator: str = setting("127.0.0.1:7070", "the coordinator to register with", "ADDRESS")
+    stage_id: str = setting("auto", "name of this stage; auto: host and device", "NAME")
+    model_dir: tuple[str, ...] = setting(
+        (), "where this stage's model files lie; none: at the coordinator's paths", "DIR"
     )
-    coordinator: str = field(default="127.0.0.1:7070", metadata={"help": "the coordinator to register with"})
-    stage_id: str = field(default="auto", metadata={"help": "name of this stage; auto: host and device"})
-    model_dir: tuple[str, ...] = field(
-        default=(), metadata={"help": "where this stage's model files lie; none: at the coordinator's paths"}
+    backend: str = setting("auto", "reference, cpu, cuda, or auto", "NAME")
+    device: str = setting("auto", "cpu, cuda:N, or auto", "DEVICE")
+    threads: int = setting(0, "computing threads on a CPU; 0: all cores, shared by the host's stages")
+    memory: str = setting("auto", "CPU stage: for weights and KV cache, as 8GB, 8GiB or 80%", "AMOUNT")
+    gpu_memory: str = setting(
+        "auto", "of the GPU, all in all: auto (what is free), 12GB, 12GiB or 50%", "AMOUNT"
     )
-    backend: str = field(default="auto", metadata={"help": "reference, cpu, cuda, or auto"})
-    device: str = field(default="auto", metadata={"help": "cpu, cuda:N, or auto"})
-    threads: int = field(
-        default=0, metadata={"help": "computing threads on a CPU; 0: all cores, shared by the host's stages"}
+    host_memory: str = setting(
+        "auto", "GPU stage: host memory for layers that do not fit on the GPU", "AMOUNT"
     )
-    memory: int = field(default=0, metadata={"help": "bytes for weights and KV cache; 0: what is free"})
-    gpu_memory: str = field(
-        default="auto", metadata={"help": "of the GPU, all in all: auto, bytes (12GB) or a fraction (0.5)"}
+    pinned_memory: str = setting(
+        "auto", "of host_memory, pinned; what is beyond it is read from the file", "AMOUNT"
     )
-    host_memory: str = field(
-        default="auto", metadata={"help": "GPU stage: host memory for layers that do not fit on the GPU"}
+    placement: str = setting(
+        "auto", "GPU stage: auto, or where layers lie: 16:24=streamed,24:32=host", "LAYERS"
     )
-    pinned_memory: str = field(
-        default="auto", metadata={"help": "of host_memory, pinned; what is beyond it is read from the file"}
+    accuracy: str = setting(
+        "fast", "CPU: fast (8-bit activations in prefill and for K-quants) or exact (16-bit)", "NAME"
     )
-    placement: str = field(
-        default="auto", metadata={"help": "GPU stage: auto, or where layers lie: 16:24=streamed,24:32=host"}
-    )
-    accuracy: str = field(
-        default="fast",
-        metadata={"help": "CPU: fast (8-bit activations in prefill and for K-quants) or exact (16-bit)"},
-    )
-    kv_dtype: str = field(default="f16", metadata={"help": "CPU: KV cache in f16 or q8_0"})
-    graphs: bool = field(default=True, metadata={"help": "GPU: replay decode steps as CUDA graphs"})
-    carrier: str = field(
-        default="auto", metadata={"help": "link to the next stage: shm (one host), grpc, or auto (the best)"}
-    )
-    log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
+    kv_dtype: str = setting("f16", "CPU: KV cache in f16 or q8_0", "TYPE")
+    graphs: bool = setting(True, "GPU: replay decode steps as CUDA graphs")
+    carrier: str = setting("auto", "link to the next stage: shm (one host), grpc, or auto (the best)", "NAME")
+    log_level: str = setting("info", "debug, info, warning or error", "LEVEL")
 
     def checked(self) -> StageConfig:
         """The same, if it can be used. Raises ConfigError naming the setting."""
@@ -73,10 +65,7 @@ class StageConfig:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
         check_ranges(self, _RANGES)
-        if 0 < self.memory < _LEAST_MEMORY_BYTES:
-            raise ConfigError(
-                f"memory is {self.memory} bytes, which holds no model: write bytes, 8000000000 for 8 GB"
-            )
+        check_amount("memory", self.memory)
         self.memory_settings.check()
         if not self.stage_id:
             raise ConfigError("stage_id is empty; leave it out for a name made of host and device")

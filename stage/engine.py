@@ -48,6 +48,7 @@ class _Work:
 
     step: stage_pb2.Step
     repeat: int = 0  # the next one to run
+    generations: list[int] | None = None  # of its sequences, once it has begun
 
 
 class Engine:
@@ -177,17 +178,18 @@ class Engine:
                 f"link: {frame.payload.shape[0]} tokens of step {frame.step_id}, repeat {frame.repeat}, came "
                 f"where {expected} were due"
             )
-        self._enter_drawn(work.step, frame.repeat, frame.payload[:, 0].tolist())
+        self._enter_drawn(work, frame.repeat, frame.payload[:, 0].tolist())
         if frame.repeat == work.step.repeat - 1:
             del self._undrawn[frame.step_id]
 
-    def _enter_drawn(self, step: stage_pb2.Step, repeat: int, tokens: list[int]) -> None:
+    def _enter_drawn(self, work: _Work, repeat: int, tokens: list[int]) -> None:
         drawn = iter(tokens)
-        for item in step.items:
+        for item, generation in zip(work.step.items, work.generations or (), strict=True):
             sequence = self.sequences.get(item.sequence_id)
             for position in item.sample_positions:
                 token = next(drawn)
-                if sequence is not None:  # else freed meanwhile: the token is overrun
+                # Else freed or cut meanwhile: the token is overrun.
+                if sequence is not None and sequence.generation == generation:
                     sequence.set_tokens(position + repeat + 1, (token,))
 
     def _next_ready(self) -> _Work | None:
@@ -201,14 +203,19 @@ class Engine:
 
     def _is_ready(self, work: _Work) -> bool:
         step = work.step
+        if self._is_overrun(step):
+            return True
+        if work.generations is None:
+            work.generations = self.sequences.begin(step, needs_tokens=self._runner.has_embedding)
+            if work.generations is None:
+                return False
         if not self._runner.has_embedding:
             return (step.step_id, work.repeat) in self._frames
-        known = all(
+        if all(
             len(self.sequences[item.sequence_id].tokens)
             >= item.start_position + item.num_tokens + work.repeat
             for item in step.items
-        )
-        if known or self._is_overrun(step):
+        ):
             return True
         decoder = self._decoder_for(step)
         return decoder is not None and decoder.continues(self._decode_rows(work))
@@ -219,6 +226,7 @@ class Engine:
 
     def _run(self, work: _Work) -> None:
         if self._is_overrun(work.step):
+            self.sequences.fill_skipped(work.step)
             self._end(work.step, queued=True)
             self._respond([], work.step.step_id)
         elif (decoder := self._decoder_for(work.step)) is not None:
@@ -236,7 +244,7 @@ class Engine:
                 self._undrawn.setdefault(step.step_id, work)
         work.repeat += 1
         done = work.repeat == step.repeat
-        result = self._draw(step, repeat, hidden_states) if self._runner.has_head else None
+        result = self._draw(work, repeat, hidden_states) if self._runner.has_head else None
         if done:
             self._end(step, queued=True)
         self._busy_s += time.monotonic() - started
@@ -264,6 +272,7 @@ class Engine:
             rows.append(
                 DecodeRow(
                     sequence_id=item.sequence_id,
+                    generation=sequence.generation,
                     position=item.start_position + work.repeat,
                     tokens=sequence.tokens,
                     block_table=sequence.block_table,
@@ -279,12 +288,12 @@ class Engine:
         work.repeat += count
         if work.repeat == step.repeat:
             self._groups[step.group].popleft()
-        self._draws.put(draws, functools.partial(self._take_draws, step, repeat))
+        self._draws.put(draws, functools.partial(self._take_draws, work, repeat))
 
-    def _take_draws(self, step: stage_pb2.Step, first: int, drawn: list[list[Drawn]]) -> None:
-        results = []
+    def _take_draws(self, work: _Work, first: int, drawn: list[list[Drawn]]) -> None:
+        step, results = work.step, []
         for repeat, row in enumerate(drawn, first):
-            self._enter_drawn(step, repeat, [one.token_id for one in row])
+            self._enter_drawn(work, repeat, [one.token_id for one in row])
             places = [(item.sequence_id, item.start_position + repeat + 1) for item in step.items]
             results.append(_result(step, repeat, places, row))
         done = first + len(drawn) == step.repeat
@@ -315,9 +324,10 @@ class Engine:
         return self._runner.forward(batch, hidden_states)
 
     def _draw(
-        self, step: stage_pb2.Step, repeat: int, hidden_states: torch.Tensor
+        self, work: _Work, repeat: int, hidden_states: torch.Tensor
     ) -> stage_pb2.StepResult | None:
         """Draws a token after each position the step samples; enters, relays and reports them."""
+        step = work.step
         rows: list[int] = []
         options: list[SamplingOptions] = []
         histories: list[list[int]] = []
@@ -337,7 +347,7 @@ class Engine:
             return None
         drawn = self._runner.sample(hidden_states, np.asarray(rows), options, histories)
         tokens = [one.token_id for one in drawn]
-        self._enter_drawn(step, repeat, tokens)
+        self._enter_drawn(work, repeat, tokens)
         if not self._runner.has_embedding:
             self._send(FrameKind.TOKENS, step, repeat, np.asarray(tokens, dtype=np.int32)[:, None])
         return _result(step, repeat, places, drawn)
@@ -358,9 +368,15 @@ class Engine:
 def _result(
     step: stage_pb2.Step, repeat: int, places: Sequence[tuple[int, int]], drawn: Sequence[Drawn]
 ) -> stage_pb2.StepResult:
-    """One iteration's tokens; `places`: the sequence and position of each."""
+    """One iteration's tokens; `places`: the sequence and position of each.
+
+    A sequence without one is computed on, with a filler, until the coordinator frees it: the others' steps
+    are on their way with it."""
     result = stage_pb2.StepResult(step_id=step.step_id, repeat=repeat)
     for (sequence_id, position), one in zip(places, drawn, strict=True):
+        if one.failure:
+            result.failures.add(sequence_id=sequence_id, position=position, reason=one.failure)
+            continue
         result.tokens.add(
             sequence_id=sequence_id,
             position=position,

@@ -79,7 +79,7 @@ class LoadedEpoch:
         self.hidden_size = spec.hidden_size
         self.runner = runner
         self.link: Link | None = None
-        self.executing = False
+        self.taken = threading.Event()  # by an Execute stream, or it has ended: no load holds it any more
         self.responses = Responses()  # for the Execute stream
         sequences = SequenceTable(
             request.num_kv_blocks, request.kv_block_size, request.max_step_tokens, spec.vocab_size
@@ -92,6 +92,7 @@ class LoadedEpoch:
         self.engine = Engine(runner, sequences, request.epoch, request.window, self.responses.put, failed)
 
     def close(self, error: PipeLLMError) -> None:
+        self.taken.set()
         self.responses.end(error)
         if self.link is not None:
             self.link.close()

@@ -1,4 +1,4 @@
-"""What a GPU stage was told of the memory it may use, and how that is written."""
+"""What a stage was told of the memory it may use, and how that is written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from common.errors import ConfigError
 from stage.placement import Place
+
+_NUMBER = r"\d{1,18}(?:\.\d{1,9})?"
+_UNITS = {"": 1, "GiB": 1 << 30, "G": 1 << 30, "GB": 10**9, "MiB": 1 << 20, "M": 1 << 20, "MB": 10**6}
+_LEAST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,7 @@ class MemorySettings:
     def check(self) -> None:
         """Raises ConfigError naming the setting that cannot be read."""
         for name in ("gpu_memory", "host_memory", "pinned_memory"):
-            try:
-                parse_amount(getattr(self, name), 0)
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from error
+            check_amount(name, getattr(self, name))
         if self.placement != "auto":
             parse_places(self.placement)
 
@@ -52,23 +53,34 @@ def parse_places(text: str) -> dict[int, Place]:
     return places
 
 
-def parse_amount(text: str, total_bytes: int) -> int | None:
-    """Bytes ("12000000000", "12GB", "8GiB"), or a fraction of a total ("0.5"); None for "auto".
+def check_amount(name: str, text: str) -> None:
+    """Raises ConfigError naming the setting, if `parse_amount` cannot read it."""
+    try:
+        parse_amount(text, 0)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
-    Raises ConfigError for anything else."""
-    if text == "auto":
+
+def parse_amount(text: str, total_bytes: int) -> int | None:
+    """Bytes ("12000000000", "12GB", "8GiB" or "8G", "512MiB" or "512M"), or a share of a total ("80%" or
+    "0.8"); None for "auto".
+
+    Raises ConfigError for anything else, and for an amount so small that a unit must have been forgotten."""
+    stated = text.strip()
+    if stated == "auto":
         return None
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*(GiB|GB|MiB|MB)?", text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is neither auto, nor bytes, nor a fraction of at most 1")
-    units = {"GiB": 1 << 30, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6}
-    value = float(match[1])
-    if match[2]:
-        return int(value * units[match[2]])
-    if value <= 1 and "." in match[1]:
-        return int(value * total_bytes)
-    if 0 < value < 1 << 20:
+    share = float(stated) if re.fullmatch(r"[01]\.\d{1,9}", stated) else None
+    if percent := re.fullmatch(rf"({_NUMBER})\s*%", stated):
+        share = float(percent[1]) / 100
+    if share is not None and share <= 1:
+        return int(share * total_bytes)
+    match = re.fullmatch(rf"({_NUMBER})\s*([A-Za-z]*)", stated)
+    if match is None or match[2] not in _UNITS:
         raise ConfigError(
-            f"{text!r} would be so many bytes: write {text.strip()}GB, or a fraction such as 0.5"
+            f"{text!r} is no amount of memory: write auto, 8GB or 8GiB, 512MB or 512MiB, a number of bytes, "
+            "or a share of all there is, 80% or 0.8"
         )
-    return int(value)
+    amount = int(float(match[1]) * _UNITS[match[2]])
+    if 0 < amount < _LEAST_BYTES:
+        raise ConfigError(f"{text!r} holds no model: write {match[1]}GB, say, or a share such as 0.5")
+    return amount

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from common.arguments import at_least, whole_number
 from common.errors import InvalidRequestError, PipeLLMError
 from common.gguf.reader import GGUFFile
 from common.svg_chart import Bar, bar_chart
@@ -66,13 +67,18 @@ def main(argv: Sequence[str]) -> int:
     """Prints the profile, as tables or with --json as one line; returns the exit code."""
     parser = argparse.ArgumentParser("pipellm-stage profile", description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--prompt", type=int, default=512, help="rows of the prefill (default: 512)")
     parser.add_argument(
-        "--depth", type=int, default=512, help="context before the decode step (default: 512)"
+        "--prompt", type=whole_number, default=512, metavar="N", help="rows of the prefill (default: 512)"
     )
+    parser.add_argument(
+        "--depth", type=whole_number, default=512, metavar="N",
+        help="context before the decode step (default: 512)",
+    )  # fmt: skip
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda:N, or auto")
+    parser.add_argument(
+        "--threads", type=at_least(0), default=0, metavar="N", help="on a CPU; 0: all cores"
+    )
     parser.add_argument("--accuracy", choices=ACCURACIES, default="fast")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="f16")
     parser.add_argument("--json", action="store_true")
@@ -81,7 +87,8 @@ def main(argv: Sequence[str]) -> int:
     streaming.add_argument("--streaming", action="store_true", help="a timeline of one token instead")
     streaming.add_argument("--trace", type=Path, metavar="FILE", help="the timeline as a Chrome trace")
     for name in ("gpu-memory", "host-memory", "pinned-memory", "placement"):
-        streaming.add_argument(f"--{name}", default="auto", help="as the stage's setting")
+        metavar = "AMOUNT" if name.endswith("memory") else "LAYERS"
+        streaming.add_argument(f"--{name}", default="auto", metavar=metavar, help="as the stage's setting")
     flags = parser.parse_args(argv)
     try:
         config = StageConfig(

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from common.errors import CorruptDataError
-
 NOT_NUMBERS = (
-    "the model's logits are not numbers (NaN or infinite): the model file's weights are damaged, or were "
-    "computed wrongly; check the file, and the backend with `pipellm-stage verify`"
+    "the model's logits are not numbers (NaN or infinite): the model file's weights are damaged, a value was "
+    "too large for f16, or the request's logit_bias or penalties are beyond all bounds; check the file and "
+    "the backend with `pipellm-stage verify`"
 )
 
 _MASK64 = (1 << 64) - 1
@@ -57,11 +56,17 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn token; logprobs are natural logs in the full softmax (after logit bias), where asked for."""
+    """A drawn token; logprobs are natural logs in the full softmax (after logit bias), where asked for.
+
+    `failure`: why no token can be drawn. The id is then a filler, for steps that were issued ahead."""
 
     token_id: int
     logprob: float = 0.0
     top: list[tuple[int, float]] = field(default_factory=list)
+    failure: str = ""
+
+
+UNDRAWABLE = Drawn(0, failure=NOT_NUMBERS)
 
 
 def sample(
@@ -70,15 +75,21 @@ def sample(
     """One token a row. logits: float32 [rows, vocab_size] on the CPU; `histories[i]` holds the tokens before
     row i's position, all of them: its length is the position of the drawn token.
 
-    Raises CorruptDataError when the logits are not numbers (a broken model or kernel)."""
+    A row whose logits are not numbers (a broken model or kernel) is UNDRAWABLE, and no other row's affair."""
     values = logits.numpy()
     greedy = values.argmax(axis=1)  # of NaN the first, if there is one
-    if not (values[np.arange(len(values)), greedy] < np.inf).all():
-        raise CorruptDataError(NOT_NUMBERS)
-    return [
-        Drawn(int(best)) if chosen.is_plain_greedy else _sample_row(logits[row], chosen, history)
-        for row, (best, chosen, history) in enumerate(zip(greedy, options, histories, strict=True))
-    ]
+    best = values[np.arange(len(values)), greedy]
+    drawn: list[Drawn] = []
+    for row, (token_id, logit, chosen, history) in enumerate(
+        zip(greedy, best, options, histories, strict=True)
+    ):
+        if not np.isfinite(logit):
+            drawn.append(UNDRAWABLE)
+        elif chosen.is_plain_greedy:
+            drawn.append(Drawn(int(token_id)))
+        else:
+            drawn.append(_sample_row(logits[row], chosen, history))
+    return drawn
 
 
 def _sample_row(logits: torch.Tensor, options: SamplingOptions, history: Sequence[int]) -> Drawn:
@@ -90,6 +101,8 @@ def _sample_row(logits: torch.Tensor, options: SamplingOptions, history: Sequenc
     logprobs = torch.log_softmax(logits, dim=-1) if options.logprobs else None
     if options.uses_history:
         _penalise(logits, options, history)
+    if not torch.isfinite(logits.max()):  # biases and penalties may be as large as a float32 can be
+        return UNDRAWABLE
     if options.temperature <= 0:
         token_id = int(torch.argmax(logits))
     else:

@@ -1,14 +1,16 @@
 """What a stage remembers of the sequences it serves: tokens, block tables, options, steps still to run.
 
-Step descriptions arrive in the order they were issued; what they say of tokens and blocks is entered on
-arrival. A freed sequence is forgotten when its last step has run, since steps of different groups may run
-in another order than they were issued.
+Step descriptions arrive in the order they were issued; what they say of blocks is entered on arrival. What
+they say of tokens is entered when their turn to run comes (`begin`): a cut drops what the steps before it
+still read, and a new generation tells the draws of those steps, which may come late, from its own. A freed
+sequence is forgotten when its last step has run, since steps of different groups may run in another order
+than they were issued.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 
@@ -23,8 +25,9 @@ _MAX_TOP_LOGPROBS = 20
 class Sequence:
     """One sequence: `tokens[p]` is the token at position p as far as this stage knows it."""
 
-    def __init__(self, options: SamplingOptions) -> None:
+    def __init__(self, options: SamplingOptions, generation: int) -> None:
         self.options = options
+        self.generation = generation  # another one after each cut; no two sequences ever have the same
         self.tokens: list[int] = []
         self.next_position = 0  # where the next row must start: all before it is in KV or on its way there
         self.drawn_position: int | None = None  # of the last token that an entered step draws
@@ -43,14 +46,6 @@ class Sequence:
                 self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
             self._blocks[self._num_blocks] = block
             self._num_blocks += 1
-
-    def truncate(self, position: int, where: str) -> None:
-        """Drops everything from `position` on, tokens still to be drawn too."""
-        if position > self.next_position:
-            raise InvalidRequestError(f"{where}: cut at {position}, it has {self.next_position} positions")
-        del self.tokens[position:]
-        self.next_position = position
-        self.drawn_position = None
 
     def set_tokens(self, position: int, tokens: Iterable[int]) -> None:
         """Enters tokens from `position` on. The same token may arrive twice (by ring and by description)."""
@@ -72,6 +67,7 @@ class SequenceTable:
         self.max_step_tokens = max_step_tokens
         self.vocab_size = vocab_size
         self._live: dict[int, Sequence] = {}
+        self._generations = count()
         self._last_step_id = 0
 
     def __len__(self) -> int:
@@ -118,17 +114,20 @@ class SequenceTable:
             if sequence is not None:
                 raise InvalidRequestError(f"{where} starts twice")
             _check_start(item.start, self.vocab_size, where)
-            sequence = self._live[item.sequence_id] = Sequence(_options(item.start))
+            sequence = Sequence(_options(item.start), next(self._generations))
+            self._live[item.sequence_id] = sequence
             sequence.set_tokens(0, item.start.prior_token_ids)
             sequence.next_position = len(item.start.prior_token_ids)
         elif sequence is None or sequence.freed:
             raise InvalidRequestError(f"{where} is not here")
         if item.HasField("truncate_to"):
-            sequence.truncate(item.truncate_to, where)
+            if item.truncate_to > sequence.next_position:
+                held = f"it has {sequence.next_position} positions"
+                raise InvalidRequestError(f"{where}: cut at {item.truncate_to}, {held}")
+            sequence.next_position = item.truncate_to
+            sequence.drawn_position = None
         self._check_rows(item, sequence, repeat, where)
         sequence.add_blocks(item.new_blocks)
-        if not item.from_ring:
-            sequence.set_tokens(item.start_position, item.token_ids)
         sequence.next_position = item.start_position + item.num_tokens + repeat - 1
         sequence.drawn_position = item.sample_positions[-1] + repeat if item.sample_positions else None
         sequence.pending_steps += 1
@@ -158,6 +157,30 @@ class SequenceTable:
         elif len(item.token_ids) != num_tokens:
             raise InvalidRequestError(f"{where}: {len(item.token_ids)} ids for {num_tokens} rows")
         _check_ids(item.token_ids, self.vocab_size, where)
+
+    def begin(self, step: stage_pb2.Step, needs_tokens: bool) -> list[int] | None:
+        """Cuts sequences and enters tokens as a step says whose turn has come; its sequences' generations.
+
+        None, and nothing is done, where `needs_tokens` and some before a cut are yet to be drawn: the
+        coordinator may know them before this stage does."""
+        cuts = [item for item in step.items if item.HasField("truncate_to")]
+        if needs_tokens and any(len(self[item.sequence_id].tokens) < item.truncate_to for item in cuts):
+            return None
+        for item in cuts:
+            sequence = self[item.sequence_id]
+            del sequence.tokens[item.truncate_to :]
+            sequence.generation = next(self._generations)
+        for item in step.items:
+            if not item.from_ring:
+                self[item.sequence_id].set_tokens(item.start_position, item.token_ids)
+        return [self[item.sequence_id].generation for item in step.items]
+
+    def fill_skipped(self, step: stage_pb2.Step) -> None:
+        """Puts fillers where a step that is not computed would have drawn tokens. Its sequences are freed;
+        but a later step may have them in company, and the others must not wait for what never comes."""
+        for item in step.items:
+            tokens = self._live[item.sequence_id].tokens
+            tokens += [0] * (item.start_position + item.num_tokens + step.repeat - len(tokens))
 
     def step_done(self, step: stage_pb2.Step) -> None:
         for item in step.items:

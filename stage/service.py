@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -73,7 +74,8 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         self._streaming = StreamingTelemetry()
         self._shm = ShmListener(instance_id, self._accept_frame)
         self._lock = threading.Lock()  # guards what is loaded
-        self._load_lock = threading.Lock()  # held while loading
+        self._device_lock = threading.Lock()  # held while loading, unloading and measuring
+        self._work = ""  # what it is held for
         self._loaded: LoadedEpoch | None = None
         # One of each is the rule; a newer epoch's may come while an older one's is ending.
         self._incoming_links = IncomingStreams("StreamFrames", 4)
@@ -89,6 +91,17 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         self._shm.close()
 
     # --- state -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _device_for(self, work: str, patience_s: float) -> Iterator[None]:
+        """One load, unload or measurement at a time. Raises NotReadyError where another one takes longer."""
+        if not self._device_lock.acquire(timeout=patience_s):
+            raise NotReadyError(f"stage {self._stage_id} is {self._work} already; try again after that")
+        try:
+            self._work = work
+            yield
+        finally:
+            self._device_lock.release()
 
     def _drop(self, error: PipeLLMError) -> None:
         with self._lock:
@@ -140,32 +153,57 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
     def Profile(
         self, request: stage_pb2.ProfileRequest, context: grpc.ServicerContext
     ) -> stage_pb2.ProfileResponse:
-        if self._loaded is not None:
-            raise NotReadyError(f"stage {self._stage_id} serves a model; unload it before measuring another")
-        with self._open(request) as file:
-            spec = build_spec(file, request.context_length or None)
-            backend = self._make_backend()
-            try:
-                backend.check(spec)
-                return profiler.measure(backend, file, spec)
-            finally:
-                backend.close()
+        with self._device_for("measuring a model", _LOAD_WAIT_S):
+            if self._loaded is not None:
+                held = "holds a model; unload it before measuring another"
+                raise NotReadyError(f"stage {self._stage_id} {held}")
+            with self._open(request) as file:
+                spec = build_spec(file, request.context_length or None)
+                backend = self._make_backend()
+                try:
+                    backend.check(spec)
+                    return profiler.measure(backend, file, spec)
+                finally:
+                    backend.close()
 
     def Load(
         self, request: stage_pb2.LoadRequest, context: grpc.ServicerContext
     ) -> Iterator[stage_pb2.LoadResponse]:
         # A load that was cancelled ends with the part it is at.
-        if not self._load_lock.acquire(timeout=_LOAD_WAIT_S):
-            raise NotReadyError(f"stage {self._stage_id} is loading already")
-        try:
+        with self._device_for("loading a model", _LOAD_WAIT_S):
             self._drop(UnavailableError(f"stage {self._stage_id} was given a new plan"))
-            yield from self._load(request, context)
-        finally:
-            self._load_lock.release()
+            loaded = yield from self._load(request, context)
+        weight_bytes, kv_bytes = loaded.runner.weight_bytes, loaded.runner.kv.nbytes
+        self._log.info(
+            "loaded", epoch=request.epoch, layer_start=request.layer_start, layer_end=request.layer_end,
+            weight_bytes=weight_bytes, kv_bytes=kv_bytes,
+        )  # fmt: skip
+        try:
+            yield stage_pb2.LoadResponse(
+                bytes_done=weight_bytes, bytes_total=weight_bytes, loaded=True, weight_bytes=weight_bytes,
+                kv_bytes=kv_bytes,
+            )  # fmt: skip
+            while not loaded.taken.wait(_POLL_S):
+                if not context.is_active():
+                    raise CancelledError("the coordinator left before it executed what was loaded")
+        except BaseException:  # GeneratorExit too: the caller went away
+            self._abandon(loaded)
+            raise
+
+    def _abandon(self, loaded: LoadedEpoch) -> None:
+        """Lets go of a load that nobody has executed, and nobody will."""
+        with self._device_lock:
+            with self._lock:
+                abandoned = self._loaded is loaded and not loaded.taken.is_set()
+                if abandoned:
+                    self._loaded = None
+            if abandoned:
+                self._log.warning("load_abandoned", epoch=loaded.request.epoch)
+                loaded.close(CancelledError("the coordinator left"))
 
     def _load(
         self, request: stage_pb2.LoadRequest, context: grpc.ServicerContext
-    ) -> Iterator[stage_pb2.LoadResponse]:
+    ) -> Generator[stage_pb2.LoadResponse, None, LoadedEpoch]:
         events: queue.SimpleQueue[tuple[int, int] | LoadedEpoch | Exception] = queue.SimpleQueue()
         cancelled = threading.Event()
 
@@ -202,19 +240,7 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
             raise
         with self._lock:
             self._loaded = event
-        weight_bytes, kv_bytes = event.runner.weight_bytes, event.runner.kv.nbytes
-        self._log.info(
-            "loaded", epoch=request.epoch, layer_start=request.layer_start, layer_end=request.layer_end,
-            weight_bytes=weight_bytes, kv_bytes=kv_bytes,
-        )  # fmt: skip
-        try:
-            yield stage_pb2.LoadResponse(
-                bytes_done=weight_bytes, bytes_total=weight_bytes, loaded=True, weight_bytes=weight_bytes,
-                kv_bytes=kv_bytes,
-            )  # fmt: skip
-        except GeneratorExit:  # nobody heard that it is loaded, so nobody will use it
-            self._drop(CancelledError("the coordinator left"))
-            raise
+        return event
 
     def _make_loaded(
         self,
@@ -263,12 +289,8 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
         return LoadedEpoch(request, runner, spec, self._failed)
 
     def Unload(self, request: Any, context: grpc.ServicerContext) -> stage_pb2.UnloadResponse:
-        if not self._load_lock.acquire(timeout=_UNLOAD_WAIT_S):
-            raise NotReadyError(f"stage {self._stage_id} is loading: end that load, then unload")
-        try:
+        with self._device_for("unloading a model", _UNLOAD_WAIT_S):
             self._drop(UnavailableError(f"stage {self._stage_id} was unloaded"))
-        finally:
-            self._load_lock.release()
         return stage_pb2.UnloadResponse()
 
     def AttachLink(
@@ -313,9 +335,9 @@ class StageService(stage_pb2_grpc.StageServiceServicer):
     ) -> Iterator[stage_pb2.ExecuteResponse]:
         loaded = self._epoch(epoch)
         with self._lock:
-            if loaded.executing:
-                raise NotReadyError(f"Execute: epoch {epoch} has a stream already")
-            loaded.executing = True
+            if loaded.taken.is_set():
+                raise NotReadyError(f"Execute: epoch {epoch} has a stream already, or has ended")
+            loaded.taken.set()
 
         def take() -> None:
             try:

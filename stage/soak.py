@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.errors import DeadlineError, PipeLLMError
+from common.errors import CorruptDataError, DeadlineError, PipeLLMError
 from common.gguf.reader import GGUFFile
 from protos import stage_pb2
 from stage.backends.base import Backend
@@ -113,6 +113,8 @@ class _Listener:
                 raise answer
             self.num_waiting -= len(answer.acknowledged_steps)
             for result in answer.results:
+                for failure in result.failures:
+                    raise CorruptDataError(f"soak: sequence {failure.sequence_id}: {failure.reason}")
                 for token in result.tokens:
                     self.drawn.append((token.sequence_id, token.position, token.token_id, token.logprob))
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.arguments import at_least, whole_number
 from common.errors import InvalidRequestError, PipeLLMError
 from common.gguf.reader import GGUFFile
 from common.gguf.tokenizer import Tokenizer
@@ -59,19 +60,25 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("pipellm-stage verify", description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, metavar="MODEL.gguf")
     parser.add_argument("--text", type=Path, metavar="FILE", help="prose to compare with the reference on")
-    parser.add_argument("--windows", type=int, default=4, help="(default: 4)")
-    parser.add_argument("--window-tokens", type=int, default=512, help="(default: 512)")
-    parser.add_argument("--step-tokens", type=int, default=0, help="rows a forward; 1: as in decode; 0: all")
+    some, any_number = at_least(1), at_least(0)
+    parser.add_argument("--windows", type=some, default=4, metavar="N", help="of the prose (default: 4)")
     parser.add_argument(
-        "--soak", type=int, metavar="N", help="forwards of the soak (default: 1000, with --text 0)"
+        "--window-tokens", type=some, default=512, metavar="N", help="in a window (default: 512)"
+    )
+    parser.add_argument(
+        "--step-tokens", type=any_number, default=0, metavar="N",
+        help="rows a forward; 1: as in decode; 0: all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--soak", type=any_number, metavar="N", help="forwards of the soak (default: 1000, with --text 0)"
     )
     parser.add_argument(
         "--streaming", action="store_true", help="the soak also with layers streamed and on the host (a GPU)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the soak (default: 0)")
+    parser.add_argument("--seed", type=whole_number, default=0, metavar="N", help="of the soak (default: 0)")
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda:N, or auto")
+    parser.add_argument("--threads", type=any_number, default=0, metavar="N", help="on a CPU; 0: all cores")
     parser.add_argument("--accuracy", choices=ACCURACIES, default="fast")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="f16")
     parser.add_argument("--json", action="store_true")

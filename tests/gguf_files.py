@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, TokenType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, TokenType
 from gguf.quants import quantize
 
 F32 = GGMLQuantizationType.F32
@@ -130,6 +130,14 @@ def write_tiny_llama(
     return write_gguf(
         path, metadata, tensors, quantization=matrices, max_tensors_per_file=max_tensors_per_file
     )
+
+
+def spoil_token(path: Path, token_id: int) -> Path:
+    """Makes a token's embedding NaN, as a damaged file might: a prompt that holds it has logits of NaN."""
+    (embedding,) = (one for one in GGUFReader(path, "r+").tensors if one.name == "token_embd.weight")
+    embedding.data[token_id] = np.nan
+    embedding.data.base.flush()
+    return path
 
 
 def tiny_tokenizer(vocab: int = 512) -> dict[str, Any]:

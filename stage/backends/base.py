@@ -76,6 +76,7 @@ class DecodeRow:
     tokens: Sequence[int]
     block_table: np.ndarray  # int32 [blocks]; covers the row, and those that follow it in the same call
     options: SamplingOptions
+    generation: int = 0  # another one where the sequence was cut: tokens drawn before are not its own
 
 
 class PendingDraws(Protocol):

@@ -10,6 +10,7 @@ import torch
 from common.errors import ConfigError
 from common.log import get_logger
 from stage.backends.base import Backend
+from stage.backends.host_memory import stated_bytes
 from stage.config import StageConfig
 
 
@@ -78,11 +79,11 @@ def _cuda(device: torch.device, config: StageConfig) -> Backend:
 def _cpu(config: StageConfig) -> Backend:
     from stage.backends.cpu.backend import CpuBackend
 
-    return CpuBackend(config.threads, config.accuracy, config.kv_dtype, config.memory)
+    return CpuBackend(config.threads, config.accuracy, config.kv_dtype, stated_bytes(config.memory))
 
 
 def _reference(config: StageConfig) -> Backend:
     from stage.backends.reference import ReferenceBackend
 
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    return ReferenceBackend(memory_bytes=config.memory)
+    return ReferenceBackend(memory_bytes=stated_bytes(config.memory))

@@ -6,11 +6,18 @@ from pathlib import Path
 
 import psutil
 
+from stage.memory_settings import parse_amount
+
 # Left for the process itself, activations, and the rest of the machine.
 _RESERVE_FRACTION = 0.05
 _MIN_RESERVE_BYTES = 256 << 20
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def stated_bytes(amount: str) -> int:
+    """What a setting of a CPU stage says, shares being of the machine's memory; 0: whatever is free."""
+    return parse_amount(amount, psutil.virtual_memory().total) or 0
 
 
 def host_memory_budget_bytes() -> int:

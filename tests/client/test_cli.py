@@ -27,7 +27,10 @@ def run(*argv: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
         (["sing"], "invalid choice: 'sing'"),
         (["status", "--colour"], "unrecognized arguments: --colour"),
         (["generate", "x", "--temp", "1"], "unrecognized arguments: --temp"),  # no guessing at abbreviations
-        (["generate", "x", "--top-k", "many"], "--top-k: invalid int value: 'many'"),
+        (["generate", "x", "--top-k", "many"], "--top-k: 'many' is not a whole number, such as 8"),
+        (["generate", "x", "--temperature", "hot"], "--temperature: 'hot' is not a number, such as 0.5"),
+        (["generate", "x", "--timeout", "soon"], "--timeout: 'soon' is not a number"),
+        (["chat", "m.gguf", "--stages", "all"], "--stages: 'all' is not a whole number"),
         (["generate", "x", "--logit-bias", "5"], "'5' is not ID=BIAS"),
         (["generate", "x", "--timeout", "nan"], "nan is not a time above 0"),
         (["generate", "x", "--timeout", "1e300"], "1e300 is not a time above 0 and up to 10000000 s"),

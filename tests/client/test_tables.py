@@ -37,3 +37,20 @@ def test_cpu_stages_have_no_such_line(capsys: pytest.CaptureFixture[str]) -> Non
     response = coordinator_pb2.GetStatusResponse(stages=[coordinator_pb2.StageStatus(stage_id="cpu")])
     print_status(status_from_proto(response))
     assert "GPU memory" not in capsys.readouterr().out
+
+
+def test_why_a_stage_is_lost_stands_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "it cannot be reached (failed to connect to all addresses; last error: UNKNOWN: refused)"
+    response = coordinator_pb2.GetStatusResponse(
+        stages=[
+            coordinator_pb2.StageStatus(stage_id="a", state=coordinator_pb2.STAGE_STATE_SERVING),
+            coordinator_pb2.StageStatus(
+                stage_id="b", state=coordinator_pb2.STAGE_STATE_LOST, detail=reason
+            ),
+        ]
+    )
+    print_status(status_from_proto(response))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert f"b: {reason}" in lines
+    (row,) = [line for line in lines if line.startswith("b ")]
+    assert "lost" in row and reason not in row

@@ -22,7 +22,7 @@ Daemon = type[CoordinatorConfig] | type[StageConfig]
         (CoordinatorConfig, ["--kv-block-size", "0"], "kv_block_size is 0, expected 1 to 2147483647"),
         (StageConfig, ["--threads", "2147483648"], "threads is 2147483648, expected 0 to 4096"),
         (StageConfig, ["--threads", "-1"], "threads is -1, expected 0 to 4096"),
-        (StageConfig, ["--memory", str(2**64)], "memory is 18446744073709551616, expected 0 to"),
+        (StageConfig, ["--memory", str(2**64)], "memory: '18446744073709551616' is no amount of memory"),
     ],
 )
 def test_a_number_that_cannot_work_is_refused_by_name_and_range(
@@ -30,6 +30,14 @@ def test_a_number_that_cannot_work_is_refused_by_name_and_range(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         settings.load(daemon, "", argv, {}).checked()
+
+
+@pytest.mark.parametrize("daemon", [CoordinatorConfig, StageConfig])
+def test_help_says_what_every_text_is(daemon: Daemon) -> None:
+    for name, field in daemon.__dataclass_fields__.items():
+        assert field.metadata["help"]
+        if field.type in ("str", "tuple[str, ...]"):
+            assert field.metadata["metavar"], name
 
 
 @pytest.mark.parametrize("daemon", [CoordinatorConfig, StageConfig])

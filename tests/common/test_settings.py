@@ -1,14 +1,15 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
 from common import settings
 from common.errors import ConfigError
+from common.settings import setting
 
 
 @dataclass(frozen=True)
 class Example:
-    listen: str = field(default="127.0.0.1:1", metadata={"help": "where"})
+    listen: str = setting("127.0.0.1:1", "where", "ADDRESS")
     count: int = 3
     lease_s: float = 2.0
     verbose: bool = False
@@ -40,13 +41,14 @@ def test_lists_and_booleans():
     ("text", "message"),
     [
         ("colour = 1", "unknown key 'colour'"),
-        ('count = "three"', "key 'count' is 'three', expected int"),
+        ('count = "three"', "key 'count' is 'three', expected a whole number"),
         ("count = true", "key 'count' is True"),
+        ("listen = 8", "key 'listen' is 8, expected a string .in quotes."),
         ("model_dir = 'a'", "expected a list of strings"),
         ("count = ", "config"),
         ("count = " + "[" * 5000 + "]" * 5000, "config .*: values are nested too deeply"),
         ("count = " + "9" * 5000, "config .*digits"),
-        ("count = [0x" + "f" * 5000 + "]", "key 'count' is a number too long to show, expected int"),
+        ("count = [0x" + "f" * 5000 + "]", "key 'count' is a number too long to show, expected a whole"),
         ("lease_s = 1" + "0" * 400, "key 'lease_s' is 1000+[.]{3}, more than a float holds"),
         ("lease_s = 0x1" + "0" * 5000, "key 'lease_s' is a number too long to show, more than a float"),
         (r'listen = "unix:/a\u0000b"', r"key 'listen' is 'unix:/a\\x00b': no setting holds a NUL"),
@@ -65,8 +67,29 @@ def test_a_missing_file_and_a_bad_variable_are_named(tmp_path):
         load("--config", str(tmp_path / "nowhere.toml"))
     with pytest.raises(ConfigError, match="config a\0b: embedded null"):
         load("--config", "a\0b")
-    with pytest.raises(ConfigError, match="PIPELLM_COUNT is 'x', expected int"):
+    with pytest.raises(ConfigError, match="PIPELLM_COUNT is 'x', expected a whole number"):
         load(PIPELLM_COUNT="x")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--count", "many"), "^--count is 'many', expected a whole number$"),
+        (("--count", "1.5"), "^--count is '1.5', expected a whole number$"),
+        (("--lease-s", "soon"), "^--lease-s is 'soon', expected a number$"),
+    ],
+)
+def test_a_bad_flag_is_named_with_what_is_expected(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        load(*argv)
+
+
+def test_help_says_what_a_value_is(capsys):
+    with pytest.raises(SystemExit):
+        load("--help")
+    told = capsys.readouterr().out
+    for flag in ("--listen ADDRESS", "--count N", "--lease-s N", "--model-dir TEXT", "--config FILE"):
+        assert flag in told
 
 
 @pytest.mark.parametrize(

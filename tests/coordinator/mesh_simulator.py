@@ -220,6 +220,8 @@ class SimulatedMesh:
             self.num_skipped += 1
             for item in step.items:
                 self._undrawn[item.sequence_id] -= len(item.sample_positions) * (step.repeat - repeat)
+                tokens = stage.live[item.sequence_id].tokens  # fillers: others must not wait for it
+                tokens += [0] * (item.start_position + item.num_tokens + step.repeat - len(tokens))
             stage.done(step)
             return
         self.now += self.forward_s

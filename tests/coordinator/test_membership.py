@@ -2,7 +2,7 @@ import pytest
 
 from common import rpc
 from common.errors import InvalidRequestError, NotReadyError, UnavailableError
-from coordinator.membership import Membership
+from coordinator.membership import Membership, reason_of
 from protos import coordinator_pb2
 
 
@@ -81,3 +81,19 @@ def test_members_are_in_order_of_id(membership):
 def test_a_registration_that_cannot_be_used_is_refused(membership, changes, error, message):
     with pytest.raises(error, match=message):
         membership.register(request(**changes), now=0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("stage 's0' at 127.0.0.1:5 cannot be reached (refused)", "it cannot be reached (refused)"),
+        ("stage 's0' at 127.0.0.1:5 was lost", "it was lost"),
+        ("stage s0: the link broke", "the link broke"),
+        ("stage s0 was unloaded", "it was unloaded"),
+        ("stage s00 was unloaded", "stage s00 was unloaded"),
+        ("it ended the stream of steps", "it ended the stream of steps"),
+    ],
+)
+def test_a_reason_does_not_name_its_stage_again(membership, text, reason):
+    member, _, _ = membership.register(request(), now=0.0)
+    assert reason_of(member, UnavailableError(text)) == reason

@@ -522,6 +522,28 @@ def test_kv_of_tokens_never_accepted_is_not_found_under_those_drawn_again() -> N
     assert not set(rejected) & set(step.items[0].new_blocks[:4])
 
 
+def test_a_sequence_that_fails_ends_alone_and_leaves_nothing_to_find() -> None:
+    driver = Driver(CONFIG)
+    scheduler = driver.scheduler
+    prompt = [3] * 8  # two full blocks
+    broken, sound = driver.add(prompt, 9), driver.add([1, 2], 9)
+    driver.schedule_all()
+    driver.mesh.run(0, 0)
+    result = driver.mesh.deliver(0)
+    assert isinstance(result, stage_pb2.StepResult)
+    wire_id = result.tokens[0].sequence_id
+    failure = stage_pb2.SequenceFailure(sequence_id=wire_id, position=8, reason="not numbers")
+    del result.tokens[0]
+    assert [sequence for sequence, _ in scheduler.on_result(result)] == [sound]
+    assert scheduler.on_failed(failure) is broken
+    assert scheduler.on_failed(failure) is None  # what was issued ahead fails too
+    driver.finished.add(broken.sequence_id)
+    driver.drain()
+    again = driver.add(prompt, 1)
+    driver.drain()
+    assert again.cached_tokens == 0
+
+
 def test_admission_leaves_room_for_the_running_to_grow() -> None:
     driver = Driver(replace(CONFIG, num_blocks=8))
     driver.add([1] * 16, 4)

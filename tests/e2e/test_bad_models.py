@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,11 @@ from common.errors import (
 )
 from tests.common.gguf.raw_gguf import gguf_bytes
 from tests.e2e.daemons import Mesh
-from tests.gguf_files import write_tiny_llama
+from tests.gguf_files import spoil_token, write_tiny_llama
 
 PROMPT = "Once upon a time"
 STAGE_MEMORY_BYTES = 6_000_000
+SPOILT = 411  # a token
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -55,6 +57,8 @@ def write_odd_models(folder: Path) -> None:
     write_tiny_llama(folder / "endless.gguf", layers=2, chat_template=ENDLESS)
     write_tiny_llama(folder / "nosy.gguf", layers=2, chat_template="{{ messages.__class__.__mro__ }}")
     write_tiny_llama(folder / "wordless.gguf", layers=2, tokenizer=False)
+    spoil_token(write_tiny_llama(folder / "spoilt.gguf", layers=2), SPOILT)
+    spoil_token(write_tiny_llama(folder / "hopeless.gguf", layers=2), 1)  # every prompt's first token
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +142,7 @@ def test_a_file_that_cannot_be_read_disturbs_nothing(
         ("rwkv", UnsupportedModelError, "rwkv6"),
         ("ternary", UnsupportedModelError, "TQ1_0"),
         ("pretokenizer", UnsupportedModelError, "of-my-own"),
+        ("hopeless", CorruptDataError, "logits are not numbers"),
         ("broken-template", UnsupportedModelError, "broken-template.*chat template"),
         (
             "differs",
@@ -218,3 +223,29 @@ def test_a_model_without_a_tokenizer_is_served_by_ids(mesh: Mesh, serves: Callab
     with pytest.raises(InvalidRequestError, match="512"):
         list(client.generate([1, 512]))
     assert answers(mesh, [1, 5])
+
+
+def test_a_request_whose_logits_are_not_numbers_ends_alone(mesh: Mesh, serves: Callable[[], None]) -> None:
+    load(mesh, "spoilt")
+    before = epoch(mesh)
+    prompts = [[1, 5, 9], [1, SPOILT, 9], [1, 5, 7], [1, 9, SPOILT]]
+
+    def ended(prompt: list[int]) -> Finished | PipeLLMError:
+        try:
+            options = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True, "timeout_s": 30.0}
+            (*_, last) = mesh.client.generate(prompt, request_id=f"of {prompt}", **options)
+        except PipeLLMError as error:
+            return error
+        assert isinstance(last, Finished)
+        return last
+
+    with ThreadPoolExecutor() as threads:
+        endings = list(threads.map(ended, prompts))
+    for prompt, ending in zip(prompts, endings, strict=True):
+        if SPOILT in prompt:
+            assert type(ending) is CorruptDataError
+            assert f"request 'of {prompt}' ended after 0 tokens" in str(ending)
+            assert "damaged" in str(ending) and "pipellm-stage verify" in str(ending)
+        else:
+            assert isinstance(ending, Finished) and ending.generated_tokens == 60
+    assert epoch(mesh) == before

@@ -23,14 +23,15 @@ class EagerDecoder:
         self._backend, self._embedding, self._layers, self._head, self._kv = (
             backend, embedding, layers, head, kv
         )  # fmt: skip
-        self._placed: dict[int, tuple[int, list[int]]] = {}  # by sequence: next position, its tokens
+        # By sequence and generation: next position, its tokens.
+        self._placed: dict[tuple[int, int], tuple[int, list[int]]] = {}
         self.issued: list[tuple[list[int], int, bool]] = []  # sequences, repeat, whether they continued
         self.may_tell = threading.Event()
         self.may_tell.set()
 
     def continues(self, rows: Sequence[DecodeRow]) -> bool:
-        placed = [(sequence_id, position) for sequence_id, (position, _) in self._placed.items()]
-        return placed == [(row.sequence_id, row.position) for row in rows]
+        placed = [(*key, position) for key, (position, _) in self._placed.items()]
+        return placed == [(row.sequence_id, row.generation, row.position) for row in rows]
 
     def issue(self, rows: Sequence[DecodeRow], repeat: int) -> Told:
         continued = self.continues(rows)
@@ -38,12 +39,17 @@ class EagerDecoder:
         if not continued:
             assert all(len(row.tokens) > row.position for row in rows)
             self._placed = {
-                row.sequence_id: (row.position, list(row.tokens[: row.position + 1])) for row in rows
+                (row.sequence_id, row.generation): (row.position, list(row.tokens[: row.position + 1]))
+                for row in rows
             }
         drawn = []
         for _ in range(repeat):
             batch = make_batch(
-                [(self._placed[row.sequence_id][0], 1, row.block_table) for row in rows], self._kv.block_size
+                [
+                    (position, 1, row.block_table)
+                    for row, (position, _) in zip(rows, self._placed.values(), strict=True)
+                ],
+                self._kv.block_size,
             )
             histories = [tokens for _, tokens in self._placed.values()]
             ids = np.array([tokens[-1] for tokens in histories], np.int32)
@@ -53,9 +59,9 @@ class EagerDecoder:
             logits = self._backend.logits(self._head, hidden_states)
             step = sample(logits, [row.options for row in rows], histories)
             drawn.append(step)
-            for one, (sequence_id, (position, tokens)) in zip(step, list(self._placed.items()), strict=True):
+            for one, (key, (position, tokens)) in zip(step, list(self._placed.items()), strict=True):
                 tokens.append(one.token_id)
-                self._placed[sequence_id] = (position + 1, tokens)
+                self._placed[key] = (position + 1, tokens)
         return Told(drawn, self.may_tell)
 
 

@@ -45,6 +45,15 @@ def decode_step(
     return stage_pb2.Step(step_id=step_id, group=group, repeat=repeat, items=[item])
 
 
+def cut_step(step_id: int, sequence_id: int, position: int, ids: Sequence[int]) -> stage_pb2.Step:
+    """What the sequence holds from `position` on gives way to `ids`; a token is drawn after the last one."""
+    item = stage_pb2.StepItem(
+        sequence_id=sequence_id, start_position=position, num_tokens=len(ids), token_ids=ids,
+        sample_positions=[position + len(ids) - 1], truncate_to=position,
+    )  # fmt: skip
+    return stage_pb2.Step(step_id=step_id, repeat=1, items=[item])
+
+
 def free_step(step_id: int, *sequence_ids: int) -> stage_pb2.Step:
     return stage_pb2.Step(step_id=step_id, repeat=1, freed_sequence_ids=sequence_ids)
 

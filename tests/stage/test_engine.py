@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,11 +17,12 @@ from common.wire import Frame, FrameKind
 from protos import stage_pb2
 from stage.engine import Engine
 from stage.sequences import SequenceTable
-from tests.gguf_files import write_tiny_llama
+from tests.gguf_files import spoil_token, write_tiny_llama
 from tests.stage import steps
 
 LAYERS, VOCAB, EPOCH = 4, 512, 7
 HIDDEN_SIZE = 64
+SPOILT = 410  # a token with an embedding of NaN, in a model of its own
 TIMEOUT_S = 20
 PROMPT = [1, 300, 40, 270, 333]
 
@@ -39,18 +41,18 @@ class InProcessLink:
     def __init__(self, receiver: Engine, window: int) -> None:
         self._receiver = receiver
         self._window = window
-        self._held: list[Frame] = []
+        self.held: list[Frame] = []
         self.hold: Callable[[Frame], bool] = lambda frame: False
 
     def send(self, frame: Frame) -> None:
         if self.hold(frame):
-            self._held.append(frame)
+            self.held.append(frame)
         else:
             self._receiver.post_frame(Frame.decode(replace(frame, window=self._window).encode()))
 
     def release(self) -> None:
         self.hold = lambda frame: False
-        for frame in self._held:
+        for frame in self.held:
             self.send(frame)
 
     def close(self) -> None:
@@ -68,6 +70,7 @@ class Ring:
         for engine, link in zip(self.engines, self.links, strict=True):
             engine.post_link(link)
         self.tokens: dict[int, list[int]] = {}  # drawn so far, by sequence
+        self.failed: dict[int, list[int]] = {}  # positions without a token
         self._unacknowledged: set[tuple[int, int]] = set()  # (stage, step)
 
     def _engine(self, model: Path, index: int, layers: tuple[int, int]) -> Engine:
@@ -96,6 +99,19 @@ class Ring:
                 drawn = self.tokens.setdefault(token.sequence_id, [])
                 drawn.append(token.token_id)
                 assert token.position == len(PROMPT) + len(drawn) - 1
+            for failure in result.failures:
+                positions = self.failed.setdefault(failure.sequence_id, [])
+                positions.append(failure.position)
+                assert "not numbers" in failure.reason
+
+    def results(self, step_id: int) -> list[stage_pb2.StepResult]:
+        """What the last stage says until it has acknowledged a step."""
+        results: list[stage_pb2.StepResult] = []
+        while (1, step_id) in self._unacknowledged:
+            index, response = self.said.get(timeout=TIMEOUT_S)
+            self._unacknowledged -= {(index, acknowledged) for acknowledged in response.acknowledged_steps}
+            results += response.results
+        return results
 
     def finish(self) -> None:
         """Until both stages have acknowledged all they were told."""
@@ -176,6 +192,26 @@ def test_a_group_of_two_sequences(ring: Ring, model: Path, expected: list[int]) 
     assert ring.tokens == {9: expected, 5: steps.greedy_by_hand(model, LAYERS, other, 10)}
 
 
+def test_a_sequence_whose_logits_are_not_numbers_fails_alone(model: Path, tmp_path: Path) -> None:
+    """It keeps step with its group until it is freed, and the group's other draws are what they were."""
+    spoilt = spoil_token(Path(shutil.copy(model, tmp_path / "spoilt.gguf")), SPOILT)
+    ring = Ring(spoilt)
+    broken = [1, 77, SPOILT, 301, 299]
+    first = steps.prompt_step(1, 9, PROMPT, [4, 2])
+    first.items.extend(steps.prompt_step(1, 5, broken, [6, 3]).items)
+    second = steps.decode_step(2, 9, len(PROMPT), repeat=3)
+    second.items.extend(steps.decode_step(2, 5, len(broken)).items)
+    ring.post(first, second)
+    ring.finish()
+    ring.post(steps.free_step(3, 5), steps.prompt_step(4, 6, PROMPT, [6, 3]))  # where the NaNs lie
+    ring.finish()
+    wanted = steps.greedy_by_hand(model, LAYERS, PROMPT, 4)
+    assert ring.tokens == {9: wanted, 6: wanted[:1]}
+    assert ring.failed == {5: [5, 6, 7, 8]}
+    for engine in ring.engines:
+        engine.close()
+
+
 def test_a_sequence_is_freed_while_its_steps_are_pending(ring: Ring, expected: list[int]) -> None:
     """The steps before the free still run (their tokens are overrun), and then nothing is left."""
     ring.links[1].hold = lambda frame: True  # so that the free is there before the steps have run
@@ -198,6 +234,24 @@ def test_a_sequence_is_freed_while_its_steps_are_pending(ring: Ring, expected: l
     ring.post(steps.prompt_step(4, 9, PROMPT, [4, 2]))
     ring.finish()
     assert ring.tokens == {9: expected[:1]}
+
+
+def test_a_cut_drops_the_tokens_that_are_still_on_their_way(ring: Ring, model: Path) -> None:
+    """The first stage hears late what was drawn before the cut, while it waits for what is drawn after."""
+    end = len(PROMPT)
+    ring.links[1].hold = lambda frame: frame.step_id > 1
+    ring.post(steps.prompt_step(1, 9, PROMPT, [4, 2]), steps.decode_step(2, 9, end))
+    ring.post(steps.cut_step(3, 9, end, [77]), steps.decode_step(4, 9, end + 1, repeat=3))
+    results = [result for result in ring.results(3) if result.step_id == 3]
+    late, due = ring.links[1].held
+    assert (late.step_id, due.step_id) == (2, 3)
+    ring.engines[0].post_frame(Frame.decode(late.encode()))
+    time.sleep(0.1)  # for a stage that would take it
+    ring.engines[0].post_frame(Frame.decode(due.encode()))
+    ring.links[1].hold = lambda frame: False
+    results += ring.results(4)
+    drawn = [token.token_id for result in results for token in result.tokens]
+    assert drawn == steps.greedy_by_hand(model, LAYERS, [*PROMPT, 77], 4)
 
 
 def test_frames_of_another_epoch_are_dropped(ring: Ring, expected: list[int]) -> None:

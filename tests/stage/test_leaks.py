@@ -113,8 +113,8 @@ class Stage:
             epoch=self.epoch, model_path=str(self.path), layer_end=LAYERS, embedding=True, head=True,
             num_kv_blocks=NUM_BLOCKS, kv_block_size=BLOCK_SIZE, max_step_tokens=64, context_length=128,
         )  # fmt: skip
-        *_, last = self.service.Load(request, CONTEXT)
-        assert last.loaded
+        self.held = self.service.Load(request, CONTEXT)  # for as long as it is held
+        assert any(response.loaded for response in self.held)
         assert (self.backends[0]._windows is not None) == self.windowed
 
     def forward(self) -> torch.Tensor:

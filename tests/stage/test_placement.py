@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, OutOfCapacityError
+from stage.backends.choose import backend_factory
+from stage.backends.host_memory import stated_bytes
 from stage.config import StageConfig
 from stage.memory_settings import MemorySettings, parse_amount, parse_places
 from stage.placement import (
@@ -185,12 +188,27 @@ def test_amounts_are_bytes_or_fractions() -> None:
     assert parse_amount("1.5GiB", 0) == 3 << 29
     assert parse_amount("12345678", 0) == 12345678
     assert parse_amount("0", 0) == 0
-    for wrong in ("", "half", "-1", "1e9", "12 TB", "1", "16"):
-        with pytest.raises(ConfigError):
+    assert parse_amount("8G", 0) == parse_amount("8 GiB", 0) == 8 << 30
+    assert parse_amount("512M", 0) == parse_amount("512MiB", 0) == 512 << 20
+    assert parse_amount("80%", 1000) == parse_amount("0.8", 1000) == 800
+    assert parse_amount("100 %", 1000) == parse_amount("1.0", 1000) == 1000
+    for wrong in ("", "half", "-1", "1e9", "12 TB", "1", "16", "1.5", "101%", "%", "0.00001MB"):
+        with pytest.raises(ConfigError, match=r"GB.* share"):
             parse_amount(wrong, 1)
 
 
-def test_a_memory_that_holds_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="8000000000 for 8 GB"):
-        StageConfig(memory=5).checked()
-    assert StageConfig(memory=90_000_000).checked().memory == 90_000_000
+@pytest.mark.parametrize("name", ["memory", "gpu_memory", "host_memory", "pinned_memory"])
+def test_every_memory_setting_is_written_alike(name: str) -> None:
+    for amount in ("auto", "90000000", "8G", "80%"):
+        assert getattr(StageConfig(**{name: amount}).checked(), name) == amount
+    for wrong in ("5", "8 potatoes"):
+        with pytest.raises(ConfigError, match=rf"^{name}: '{wrong}' .*GB"):
+            StageConfig(**{name: wrong}).checked()
+
+
+def test_a_cpu_stage_takes_the_share_of_memory_that_it_was_told() -> None:
+    total = psutil.virtual_memory().total
+    for amount, wanted in (("512M", 512 << 20), ("50%", total // 2)):
+        backend = backend_factory(StageConfig(backend="reference", memory=amount))()
+        assert backend.memory_budget_bytes() == pytest.approx(wanted, abs=1)
+    assert stated_bytes("auto") == 0

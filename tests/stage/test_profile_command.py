@@ -99,7 +99,7 @@ def test_spans_of_one_name_become_one() -> None:
     ("flags", "reason"),
     [
         ([], "looks at a GPU's streams; the reference backend has none"),
-        (["--gpu-memory", "lots"], "gpu_memory: 'lots' is neither auto"),
+        (["--gpu-memory", "lots"], "gpu_memory: 'lots' is no amount of memory"),
         (["--placement", "0=nowhere"], "placement: '0=nowhere' is not of the form"),
     ],
 )

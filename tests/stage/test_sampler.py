@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import CorruptDataError
 from stage.sampler import SamplingOptions, sample, uniform
 
 PLAIN = SamplingOptions(
@@ -122,7 +121,26 @@ def test_uniform_is_uniform():
     assert abs(np.corrcoef(neighbours[:-1], neighbours[1:])[0, 1]) < 0.05
 
 
-def test_logits_that_are_not_numbers_are_an_error():
-    for value in (math.nan, math.inf):
-        with pytest.raises(CorruptDataError, match="logits are not numbers"):
-            draw(PLAIN, logits=torch.tensor([1.0, value]))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [(1.0, math.nan), (1.0, math.inf), (-math.inf, -math.inf)])
+def test_logits_that_are_not_numbers_give_no_token_and_harm_no_other_row(bad, temperature):
+    logits = torch.tensor([[1.0, 2.0], bad, [1.0, 2.0]])
+    for options in (replace(PLAIN, temperature=temperature), replace(PLAIN, logprobs=True, top_logprobs=1)):
+        before, broken, after = sample(logits, [options] * 3, [[0]] * 3)
+        assert "logits are not numbers" in broken.failure
+        for one in (before, after):
+            assert one == draw(options, [0], logits[0]) and not one.failure
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "too_large",
+    [
+        {"logit_bias": ((1, 3e38), (1, 3e38))},
+        {"banned_token_ids": (0, 1, 2, 3, 4)},
+        {"frequency_penalty": math.inf, "presence_penalty": -math.inf},
+    ],
+    ids=["biases", "bans", "penalties"],
+)
+def test_options_that_leave_no_number_fail_their_own_row(too_large, temperature):
+    assert draw(replace(PLAIN, temperature=temperature, **too_large), [3]).failure

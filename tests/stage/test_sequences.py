@@ -33,7 +33,8 @@ def decode_step(position, step_id=2, repeat=1, **changes):
 
 def test_tokens_and_blocks_are_entered_in_order():
     sequences = table()
-    sequences.enter(first_step())
+    sequences.enter(started := first_step())
+    assert sequences.begin(started, needs_tokens=True) == [sequences[1].generation]
     sequences[1].set_tokens(3, [8])
     sequences.enter(decode_step(3))
     sequences[1].set_tokens(4, [9])
@@ -45,7 +46,8 @@ def test_tokens_and_blocks_are_entered_in_order():
 
 def test_a_token_may_come_by_ring_and_by_description():
     sequences = table()
-    sequences.enter(first_step())
+    sequences.enter(started := first_step())
+    sequences.begin(started, needs_tokens=True)
     sequences[1].set_tokens(3, [8])
     sequences[1].set_tokens(3, [8])
     assert sequences[1].tokens == [5, 6, 7, 8]
@@ -66,7 +68,10 @@ def test_a_freed_sequence_stays_until_its_last_step_has_run():
 def test_reused_prefix_tokens_are_known():
     sequences = table()
     start = stage_pb2.SequenceStart(prior_token_ids=[1, 2, 3, 4])
-    sequences.enter(first_step(start=start, start_position=4, sample_positions=[6], new_blocks=[2, 5]))
+    started = first_step(start=start, start_position=4, sample_positions=[6], new_blocks=[2, 5])
+    sequences.enter(started)
+    assert sequences[1].tokens == [1, 2, 3, 4]
+    sequences.begin(started, needs_tokens=True)
     assert sequences[1].tokens == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -128,7 +133,34 @@ def test_positions_follow_one_another():
     redone.step_id = 7
     sequences.enter(redone)
     sequences.enter(decode_step(8, step_id=8))
-    assert sequences[1].tokens == [5, 6, 7]  # inside the ring: no drawn token is known
+
+
+def test_a_cut_counts_from_its_turn_on_and_waits_for_the_tokens_before_it():
+    sequences = table()
+    started, repeated = first_step(new_blocks=[3, 4, 5]), decode_step(3, repeat=2)
+    cut = decode_step(4, step_id=3, truncate_to=4, token_ids=[90])
+    cut.items[0].from_ring = False
+    for step in (started, repeated, cut):
+        sequences.enter(step)
+    (first,) = sequences.begin(started, needs_tokens=True)
+    assert sequences.begin(repeated, needs_tokens=True) == [first]
+    assert sequences.begin(cut, needs_tokens=True) is None
+    assert (sequences[1].tokens, sequences[1].generation) == ([5, 6, 7], first)
+    sequences[1].set_tokens(3, [8])
+    sequences[1].set_tokens(4, [9])
+    (second,) = sequences.begin(cut, needs_tokens=True)
+    assert (sequences[1].tokens, sequences[1].generation) == ([5, 6, 7, 8, 90], second)
+    assert second != first
+
+
+def test_inside_the_ring_no_drawn_token_is_known_and_a_cut_waits_for_none():
+    sequences = table()
+    cut = first_step(start=None, start_position=5, sample_positions=[7], new_blocks=[], truncate_to=5)
+    cut.step_id = 3
+    for step in (first_step(new_blocks=[3, 4, 5]), decode_step(3, repeat=4), cut):
+        sequences.enter(step)
+        assert sequences.begin(step, needs_tokens=False)
+    assert sequences[1].tokens == [5, 6, 7]
 
 
 def test_a_token_from_the_ring_must_have_been_drawn():

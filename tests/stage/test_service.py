@@ -95,8 +95,9 @@ class Server:
     def load(self, **changes: Any) -> int:
         """Loads the whole model and returns its epoch."""
         request = self.request(**changes)
-        *_, last = self.stub.Load(request, timeout=TIMEOUT_S)
-        assert last.loaded and last.weight_bytes > 0 and last.kv_bytes > 0
+        self.held = self.stub.Load(request, timeout=TIMEOUT_S)  # the model, until it is executed
+        last = next(response for response in self.held if response.loaded)
+        assert last.weight_bytes > 0 and last.kv_bytes > 0
         return request.epoch
 
     def epoch(self) -> int:
@@ -429,7 +430,7 @@ def test_only_the_coordinators_file_is_taken(server: Server, method: str, tmp_pa
             request = stage_pb2.ProfileRequest(model_path=str(path), fingerprint=fingerprint)
             server.stub.Profile(request, timeout=TIMEOUT_S)
         else:
-            list(server.stub.Load(server.request(model_path=str(path), fingerprint=fingerprint)))
+            server.load(model_path=str(path), fingerprint=fingerprint)
 
     with refused("NOT_FOUND", "absent.gguf"):
         call(tmp_path / "absent.gguf")
@@ -498,8 +499,7 @@ def test_no_unload_while_a_load_is_under_way(server: Server, monkeypatch: pytest
         server.stub.Unload(stage_pb2.UnloadRequest(), timeout=TIMEOUT_S)
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     server.gate.open.set()
-    *_, last = loading
-    assert last.loaded
+    assert any(response.loaded for response in loading)
     server.stub.Unload(stage_pb2.UnloadRequest(), timeout=TIMEOUT_S)
     assert server.epoch() == 0
 
@@ -510,11 +510,57 @@ def test_one_load_at_a_time(server: Server) -> None:
     request = server.request()
     call = server.stub.Load(request, timeout=TIMEOUT_S)
     assert server.gate.reached.wait(TIMEOUT_S)
-    with refused("FAILED_PRECONDITION", "loading already"):
+    with refused("FAILED_PRECONDITION", "is loading a model already"):
         server.load()
     server.gate.open.set()
-    assert list(call)[-1].loaded
+    assert any(response.loaded for response in call)
     assert server.epoch() == request.epoch
+
+
+def test_no_measurement_while_a_load_is_under_way_and_no_load_while_measuring(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would spoil the other: the memory that is free, and the times."""
+    monkeypatch.setattr("stage.service._LOAD_WAIT_S", 0.1)
+    monkeypatch.setattr(profiler, "_EVICT_BYTES", 1 << 20)
+    measure = stage_pb2.ProfileRequest(model_path=str(server.model))
+    for first, second, work in (
+        (lambda: server.stub.Profile.future(measure, timeout=TIMEOUT_S), server.load, "measuring"),
+        (lambda: server.stub.Load(server.request(), timeout=TIMEOUT_S),
+         lambda: server.stub.Profile(measure, timeout=TIMEOUT_S), "loading"),
+    ):  # fmt: skip
+        server.gate.reached.clear()
+        server.gate.open.clear()
+        under_way = first()
+        assert server.gate.reached.wait(TIMEOUT_S)
+        with refused("FAILED_PRECONDITION", f"stage tested is {work} a model already"):
+            second()
+        server.gate.open.set()
+        if work == "measuring":
+            assert under_way.result().num_layers == LAYERS
+        else:
+            assert any(response.loaded for response in under_way)
+
+
+def test_what_nobody_will_execute_is_let_go(server: Server) -> None:
+    """A coordinator that dies between Load and Execute takes its streams along."""
+    epoch = server.load()
+    time.sleep(1.2)  # longer than the stage takes to look whether its caller is there
+    assert server.epoch() == epoch
+    server.held.cancel()
+    server.wait_epoch(0)
+
+
+def test_what_is_executed_needs_no_load_to_hold_it(
+    server: Server, execute: Callable[[int], Execution]
+) -> None:
+    epoch = server.load()
+    execution = execute(epoch)
+    execution.run(steps.prompt_step(1, 3, PROMPT, [0]))
+    assert list(server.held) == []  # the stream has ended
+    time.sleep(0.6)
+    assert server.epoch() == epoch
+    assert len(execution.run(steps.decode_step(2, 3, len(PROMPT)))) == 1
 
 
 def test_a_cancelled_load_leaves_the_stage_able_to_load(server: Server) -> None:
@@ -527,7 +573,7 @@ def test_a_cancelled_load_leaves_the_stage_able_to_load(server: Server) -> None:
     server.gate.prepared = 0
     server.gate.open.set()
     deadline = time.monotonic() + TIMEOUT_S
-    while server.service._load_lock.locked() and time.monotonic() < deadline:
+    while server.service._device_lock.locked() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert server.gate.prepared == 1  # the one it was at
     assert server.epoch() == 0
@@ -550,6 +596,40 @@ def test_health_and_reflection_answer(server: Server) -> None:
     (answer,) = reflection.ServerReflectionInfo(iter([asked]), timeout=TIMEOUT_S)
     names = {service.name for service in answer.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+def test_idle_reflection_leaves_workers(server: Server) -> None:
+    end = threading.Event()
+
+    def silent() -> Iterator[Any]:
+        end.wait(TIMEOUT_S)
+        yield from ()
+
+    reflection = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+    count = daemon._WORKERS + 8
+    idle = [reflection.ServerReflectionInfo(silent(), timeout=TIMEOUT_S) for _ in range(count)]
+    refused_calls = queue.SimpleQueue[str]()
+    for call in idle:
+        call.add_done_callback(lambda done: refused_calls.put(done.code().name))
+    try:
+        for _ in range(count - 8):
+            assert refused_calls.get(timeout=TIMEOUT_S) == "RESOURCE_EXHAUSTED"
+        server.stub.Describe(stage_pb2.DescribeRequest(), timeout=5)
+        server.load()
+    finally:
+        end.set()
+        for call in idle:
+            call.cancel()
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:  # the places are free again, soon
+        try:
+            (answer,) = reflection.ServerReflectionInfo(iter([asked]), timeout=TIMEOUT_S)
+            break
+        except grpc.RpcError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert answer.list_services_response.service
 
 
 def test_health_watches_take_no_workers(server: Server) -> None:

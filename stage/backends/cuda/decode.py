@@ -165,7 +165,7 @@ class CudaDecoder:
         self._rows = StepRows(kv, max_context, backend.device)
         self._vocabulary = head.output.out_features
         self._sampler = RowSampler(backend.kernels, self._vocabulary, context_bucket(max_context))
-        self._placed: list[tuple[int, int]] = []  # (sequence, next position), row by row
+        self._placed: list[tuple[int, int, int]] = []  # (sequence, generation, next position), row by row
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -176,7 +176,7 @@ class CudaDecoder:
         self._placed = []
 
     def continues(self, rows: Sequence[DecodeRow]) -> bool:
-        return self._placed == [(row.sequence_id, row.position) for row in rows]
+        return self._placed == [(row.sequence_id, row.generation, row.position) for row in rows]
 
     def issue(self, rows: Sequence[DecodeRow], repeat: int) -> DeviceDraws:
         torch.cuda.set_device(self._device)  # kernels are launched in the calling thread's context
@@ -192,7 +192,7 @@ class CudaDecoder:
                 [row.position for row in rows],
                 bucket,
             )
-        self._placed = [(row.sequence_id, row.position + repeat) for row in rows]
+        self._placed = [(row.sequence_id, row.generation, row.position + repeat) for row in rows]
         self._sampler.begin()
         longest = max(row.position for row in rows) + 1
         method = self._sampler.method

@@ -80,6 +80,8 @@ class HostKv:
         head_dim = self._specs[layer].head_dim
         on_gpu = blocks.to(self._gpu_keys(layer).device)
         k, v = (view[blocks].pin_memory().to(on_gpu.device, non_blocking=True) for view in self._views[layer])
+        # Past a sequence's last position lies what others left: the GPU weighs it with 0, and 0 x NaN is NaN.
+        k, v = k.nan_to_num_(), v.nan_to_num_()
         self._gpu_keys(layer)[on_gpu, :, :, :head_dim] = k
         self._gpu_values(layer)[on_gpu, :, :head_dim, :] = v.transpose(-1, -2)
 

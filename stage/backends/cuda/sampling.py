@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.errors import CorruptDataError
 from stage.backends.cuda.arguments import GreedyArgs, SampleArgs
 from stage.backends.cuda.launch import Kernels
-from stage.sampler import NOT_NUMBERS, Drawn, SamplingOptions
+from stage.sampler import UNDRAWABLE, Drawn, SamplingOptions
 
 MAX_ROWS = 64
 MAX_STEPS = 64  # records of one launch after another
@@ -229,10 +228,10 @@ def _keeps_many(options: SamplingOptions, vocabulary: int) -> bool:
 
 
 def drawn(record: np.ndarray, options: SamplingOptions, vocabulary: int) -> Drawn:
-    """What one record (int32 [42]) says. Raises CorruptDataError where the logits were not numbers."""
+    """What one record (int32 [42]) says. Its token is no token where the logits were not numbers."""
     token_id = int(record[0])
     if not 0 <= token_id < vocabulary:
-        raise CorruptDataError(NOT_NUMBERS)
+        return UNDRAWABLE
     if not options.logprobs:
         return Drawn(token_id)
     floats = record.view(np.float32)

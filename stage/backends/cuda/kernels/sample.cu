@@ -474,5 +474,7 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
     args.tokens[blockIdx.x] = token;
     args.positions[blockIdx.x] = position;
     args.step[blockIdx.x] = step + 1;
-    if (row.window && position < args.recent_stride) args.recent[(u64)blockIdx.x * args.recent_stride + position] = token;
+    // Steps issued ahead go on after broken logits: what they count must lie in the row (embed clamps likewise).
+    const int counted = min(max(token, 0), n - 1);
+    if (row.window && position < args.recent_stride) args.recent[(u64)blockIdx.x * args.recent_stride + position] = counted;
 }
