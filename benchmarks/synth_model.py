@@ -46,6 +46,8 @@ RECIPES = {
     "q6_k": (GGMLType.Q6_K, GGMLType.Q6_K, GGMLType.Q6_K),
     "q4_0": (GGMLType.Q4_0, GGMLType.Q6_K, GGMLType.Q4_0),
     "f16": (GGMLType.F16, GGMLType.F16, GGMLType.F16),
+    "bf16": (GGMLType.BF16, GGMLType.BF16, GGMLType.BF16),
+    "f32": (GGMLType.F32, GGMLType.F32, GGMLType.F32),
 }
 
 # Where a block's f16 scales lie, and how large they are.
@@ -94,17 +96,23 @@ class Pool:
         self._made: dict[tuple[GGMLType, tuple[int, ...]], np.ndarray] = {}
 
     def tensor(self, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-        """f32 for vectors, f16 or blocks (uint8 [rows, row_bytes]) for matrices."""
+        """f32 or f16, or for matrices the bytes of another type (uint8 [rows, row_bytes])."""
         key = (ggml_type, shape)
         if key not in self._made:
             self._made[key] = self._make(ggml_type, shape)
         return self._made[key]
 
     def _make(self, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-        if ggml_type == GGMLType.F32:
+        if len(shape) == 1:
             return (1 + 0.1 * self._rng.standard_normal(shape)).astype(np.float32)
-        if ggml_type == GGMLType.F16:
-            return np.resize((self._rng.standard_normal(1 << 20) * 0.02).astype(np.float16), shape)
+        if ggml_type in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
+            values = (self._rng.standard_normal(1 << 20) * 0.02).astype(np.float32)
+            if ggml_type == GGMLType.F16:
+                values = values.astype(np.float16)
+            if ggml_type == GGMLType.BF16:
+                halves = (values.view(np.uint32) >> 16).astype(np.uint16)
+                return np.resize(halves, shape).view(np.uint8)
+            return np.resize(values, shape)
         block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
         pool = self._rng.integers(0, 256, (_POOL_BLOCKS, block_bytes), dtype=np.uint8)
         for at, size in _SCALES[ggml_type]:

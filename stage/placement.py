@@ -332,7 +332,7 @@ def _too_little(layers: Sequence[LayerSize], budgets: Budgets, rates: Rates) -> 
     if fixed:
         return OutOfCapacityError(
             f"the layers do not fit into {budgets.gpu_bytes} bytes of GPU memory, and layer {fixed[0]} "
-            "cannot be streamed (it has F32 or BF16 matrices): give this stage fewer layers"
+            "cannot be streamed (rows of each expert's matrix lie apart): give this stage fewer layers"
         )
     unlimited = Budgets(budgets.gpu_bytes, 1 << 62, 1 << 62)
     streamed = arrange(len(layers), len(layers), 0)

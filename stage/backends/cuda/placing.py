@@ -25,9 +25,8 @@ from stage.backends.cpu.backend import CpuBackend
 from stage.backends.cpu.cores import usable_cores
 from stage.backends.cuda.host_pool import BlobLayout, HostPool
 from stage.backends.cuda.kv_cache import kv_bytes_per_token
-from stage.backends.cuda.offload import matrix_refs
 from stage.backends.cuda.repack import packed_bytes
-from stage.backends.cuda.tile_map import MOVED_TYPES
+from stage.backends.cuda.streamed_weights import matrix_refs
 from stage.backends.host_memory import host_memory_budget_bytes
 from stage.backends.timing import active_share
 from stage.memory_settings import MemorySettings, parse_amount, parse_places
@@ -67,8 +66,8 @@ def place(backend: CudaBackend, request: Request, settings: MemorySettings) -> t
         return None
     if not any(size.streamable for size in sizes):
         raise OutOfCapacityError(
-            f"{gib(needed)} of layers and KV cache do not fit into {gib(free)} of GPU memory, and matrices "
-            "of F32 or BF16 cannot be streamed: give this stage fewer layers"
+            f"{gib(needed)} of layers and KV cache do not fit into {gib(free)} of GPU memory, and rows of "
+            "each expert's matrix cannot be streamed by themselves: give this stage fewer layers"
         )
     host = host_budget_bytes(settings)
     pinned = parse_amount(settings.pinned_memory, host)
@@ -101,9 +100,8 @@ def _size(request: Request, layer: LayerSpec) -> LayerSize:
         * packed_bytes(raw[ref].ggml_type, raw[ref].shape[-2], raw[ref].shape[-1])
         for ref in refs
     )
-    streamable = all(raw[ref].ggml_type in MOVED_TYPES for ref in refs)
     try:
-        raw_bytes = BlobLayout.of(request.file, raw, refs).nbytes
+        streamable, raw_bytes = True, BlobLayout.of(request.file, raw, refs).nbytes
     except UnsupportedModelError:
         streamable, raw_bytes = False, packed
     kv_bytes = kv_bytes_per_token(layer) * request.kv_tokens

@@ -176,7 +176,8 @@ class WeightLoader:
         if interleaved:
             data = torch.stack([one.unflatten(-2, (-1, 8)) for one in raw], dim=-3).flatten(-4, -2)
         else:
-            data = torch.cat(raw, dim=-2)
+            data = torch.cat(raw, dim=-2) if len(raw) > 1 else raw[0]
+        del raw  # the tiles take memory, too
         return self._pack(data, parts[0], columns)
 
     def _shared(self, tensor: RawTensor) -> PackedMatrix:

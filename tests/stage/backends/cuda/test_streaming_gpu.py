@@ -34,7 +34,7 @@ IDS = np.random.default_rng(1).integers(0, SHAPE.vocab_size, 300).tolist()
 BLOCKS = np.arange(30, dtype=np.int32)[::-1].copy()
 
 
-@pytest.fixture(scope="module", params=["q4_k_m", "q8_0", "f16"])
+@pytest.fixture(scope="module", params=["q4_k_m", "q8_0", "f16", "bf16", "f32"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / f"{request.param}.gguf"
     write(path, SHAPE, request.param)
@@ -243,7 +243,11 @@ def test_without_any_one_event_the_race_is_seen(
 # --- the kernel ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ggml_type", [GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q5_0, GGMLType.Q3_K], ids=str)
+@pytest.mark.parametrize(
+    "ggml_type",
+    [GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q5_0, GGMLType.Q3_K, GGMLType.BF16, GGMLType.F32],
+    ids=lambda one: one.name,
+)
 def test_repacking_on_the_gpu(ggml_type: GGMLType) -> None:
     from stage.backends.cuda.launch import Kernels
     from stage.backends.cuda.repack import pack
@@ -251,8 +255,11 @@ def test_repacking_on_the_gpu(ggml_type: GGMLType) -> None:
 
     device = torch.device("cuda", 0)
     raw = random_raw(ggml_type, 1000, 2560, 0)
-    want = pack(torch.from_numpy(raw.data.copy()), ggml_type, 2560).tiles
-    recipe = MatrixRecipe(ggml_type, (Source(0, 1000, 0),), False, raw.data.shape[1], 2560, 1, 0)
+    packed = pack(torch.from_numpy(raw.data.copy()), ggml_type, 2560)
+    want, row_bytes = packed.tiles, raw.data.shape[1]
+    recipe = MatrixRecipe(
+        ggml_type, (Source(0, 1000, 0),), False, row_bytes, 2560, 1, 0, factor=1 / packed.inverse
+    )
     blob = torch.from_numpy(raw.data.copy()).to(device)
     slot = torch.zeros(want.numel(), dtype=torch.uint8, device=device)
     Repacker(Kernels(device)).run(recipe, blob.data_ptr(), slot.data_ptr())
