@@ -30,7 +30,7 @@ from stage.backends.cuda.streamed_weights import StreamedLoader, matrix_refs, sl
 from stage.backends.cuda.streaming import WeightStream
 from stage.backends.cuda.weights import Layer
 from stage.model.spec import LayerSpec, tensor_refs
-from stage.placement import RING_SLOTS, Place, pinned_layers
+from stage.placement import RING_SLOTS, Place, Prediction, pinned_layers
 from stage.weights.loader import raw_tensors
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ class OffloadedLayers:
         self._few_order = self._order(self.places, Place.STREAMED)
         self._batch_order = self._order(self._batch_places, Place.STREAMED)
         self._prefill_order = self._order(self.places, Place.STREAMED, Place.HOST)
-        self._pace = Pace()
+        self._last_layer = specs[-1].index
+        self._pace: Pace | None = None  # of what users wait for: not yet while everything is warmed up
         self.around: Callable[[RunPiece], RunPiece] | None = None  # what runs a step's pieces, to time them
         self._on_host: frozenset[int] = frozenset()  # in the step that has begun
 
@@ -155,6 +156,8 @@ class OffloadedLayers:
             self.begin_decode(batch.num_rows)
             return
         self._end_of_load()
+        if self._pace is not None:
+            self._pace.chunk(batch.num_rows)
         self._on_host = frozenset()
         pairs = zip(self._prefill_order, self._few_order, strict=False)
         common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self._few_order))
@@ -162,11 +165,21 @@ class OffloadedLayers:
 
     def begin_decode(self, num_rows: int) -> None:
         self._end_of_load()
-        self._pace.step(num_rows)
+        if self._pace is not None:
+            self._pace.step(num_rows)
         few = num_rows <= FEW_ROWS
         places = self.places if few else self._batch_places
         self._on_host = frozenset(index for index, place in places.items() if place == Place.HOST)
         self.stream.follow(self._few_order if few else self._batch_order)
+
+    def ran(self, index: int) -> None:
+        """Any layer of the stage, wherever it lies, was issued by itself: not in a decode step's pieces."""
+        if self._pace is not None and index == self._last_layer:
+            self._pace.chunk_ends()
+
+    def keep_pace(self, expected: Prediction | None) -> None:
+        """From now on steps are timed, and held against what was expected."""
+        self._pace = Pace(expected)
 
     def _end_of_load(self) -> None:
         """What preparing layers took is given back: others may want it, and the budget counts it."""
