@@ -31,6 +31,7 @@ from benchmarks.synth_model import SHAPES, write
 from common.gguf.reader import GGUFFile
 from stage.backends.base import DecodeRow, make_batch
 from stage.backends.cuda.backend import CudaBackend
+from stage.backends.cuda.placing import link_rate
 from stage.memory_settings import MemorySettings
 from stage.model.registry import build_spec
 from stage.model.spec import tensor_refs
@@ -114,14 +115,6 @@ class Engine:
         self.backend.close()
 
 
-def link_rate() -> float:
-    """Bytes a second of pinned copies of 128 MiB, the best of several."""
-    size = 128 << 20
-    source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(size, dtype=torch.uint8, device="cuda")
-    return size / min(median_s(lambda: target.copy_(source, non_blocking=True), 5) for _ in range(3))
-
-
 def measure(engine: Engine, steps: int, whole: bool, link: float) -> dict[str, float]:
     result = {"load_s": engine.load_s}
     before = engine.streamed_bytes
@@ -183,7 +176,7 @@ def main() -> None:
         write(path, SHAPES[args.shape], args.recipe)
     num_layers = SHAPES[args.shape].num_layers
     pinned_bytes = int(args.pinned_gb * 1e9)
-    link = link_rate()
+    link = max(link_rate(torch.device("cuda", 0)) for _ in range(3))
     results: dict[str, Any] = {"link_gb_s": link / 1e9}
     print(f"link {link / 1e9:.1f} GB/s, model after {time.perf_counter() - began:.0f} s", flush=True)
 

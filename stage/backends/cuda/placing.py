@@ -151,9 +151,9 @@ def link_rate(device: torch.device) -> float:
     """Bytes a second from pinned memory to the GPU, with nothing else to do."""
     from cuda.bindings import driver
 
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)  # makes the context, if none is there
     pool = HostPool(_COPY_BYTES, driver)
     try:
-        target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
         return _Link(driver, pool.take(_COPY_BYTES), target).rate()
     finally:
         torch.cuda.synchronize(device)
