@@ -1,4 +1,5 @@
-"""The layers of a GPU stage whose weights do not stay on the GPU: streamed to it, or computed by the host.
+"""The layers of a GPU stage whose weights do not stay on the GPU: streamed to it, or computed by the host; or
+of which only the experts are so, and the rest stays.
 
 Their matrices live once in host memory, as the file's bytes: in the pinned pool as far as it goes, else in
 the file. What is small (norms, biases, rotary tables) is on the GPU for every layer. Which layers the host
@@ -28,7 +29,7 @@ from stage.backends.cuda.read_ahead import ReadAhead
 from stage.backends.cuda.repacker import MatrixRecipe
 from stage.backends.cuda.streamed_weights import StreamedLoader, matrix_refs, slot_bytes
 from stage.backends.cuda.streaming import WeightStream
-from stage.backends.cuda.weights import Layer
+from stage.backends.cuda.weights import Layer, MoeFfn
 from stage.model.spec import LayerSpec, tensor_refs
 from stage.placement import RING_SLOTS, Place, Prediction, pinned_layers
 from stage.weights.loader import raw_tensors
@@ -75,9 +76,8 @@ class OffloadedLayers:
         self._batch_places = {spec.index: batch_places[spec.index] for spec in specs}
         offloaded = [spec for spec in specs if places[spec.index] != Place.RESIDENT]
         raws = {spec.index: raw_tensors(file, tensor_refs(spec)) for spec in offloaded}
-        self._layouts = {
-            spec.index: BlobLayout.of(file, raws[spec.index], matrix_refs(spec)) for spec in offloaded
-        }
+        refs = {spec.index: matrix_refs(spec, places[spec.index].is_split) for spec in offloaded}
+        self._layouts = {i: BlobLayout.of(file, raws[i], refs[i]) for i in refs}
         indices = list(self._layouts)
         chosen, _ = pinned_layers(
             [self.places[i] for i in indices], [self._layouts[i].nbytes for i in indices], pinned_bytes
@@ -86,8 +86,8 @@ class OffloadedLayers:
         largest = max(layout.nbytes for layout in self._layouts.values())
         in_ring = {i: layout for i, layout in self._layouts.items() if i not in pinned}
         pool_bytes = sum(self._layouts[i].nbytes for i in pinned) + (RING_SLOTS * largest if in_ring else 0)
-        hosts = any(place == Place.HOST for place in self.places.values())
-        tile_bytes = max(slot_bytes(spec, raws[spec.index]) for spec in offloaded)
+        hosts = any(place.on_host for place in self.places.values())
+        tile_bytes = max(slot_bytes(raws[i][ref] for ref in refs[i]) for i in refs)
         self._recipes: dict[int, tuple[MatrixRecipe, ...]] = {}
         self._loader: StreamedLoader | None = StreamedLoader(self.device)
         with ExitStack() as owned:  # memory that stays registered where it was unmapped spoils its address
@@ -110,9 +110,9 @@ class OffloadedLayers:
             )
             owned.callback(self.stream.close)
             self._owned = owned.pop_all()
-        self._few_order = self._order(self.places, Place.STREAMED)
-        self._batch_order = self._order(self._batch_places, Place.STREAMED)
-        self._prefill_order = self._order(self.places, Place.STREAMED, Place.HOST)
+        self._few_order = tuple(i for i, place in self.places.items() if place.streamed)
+        self._batch_order = tuple(i for i, place in self._batch_places.items() if place.streamed)
+        self._prefill_order = tuple(refs)
         self._last_layer = specs[-1].index
         self._pace: Pace | None = None  # of what users wait for: not yet while everything is warmed up
         self.around: Callable[[RunPiece], RunPiece] | None = None  # what runs a step's pieces, to time them
@@ -130,9 +130,10 @@ class OffloadedLayers:
         blob = self._blobs.pinned.get(spec.index)
         if blob is not None:
             fill(layout, blob)
-        if self.host is not None and self.places[spec.index] == Place.HOST:
+        place = self.places[spec.index]
+        if self.host is not None and place.on_host:
             ours = raw if blob is None else {**raw, **raw_tensors_in(layout, blob)}
-            self.host.prepare(spec, ours)
+            self.host.prepare(spec, ours, place.is_split)
         return OffloadedLayer(spec, views)
 
     def allocate_kv(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> CudaKvCache:
@@ -169,7 +170,7 @@ class OffloadedLayers:
             self._pace.step(num_rows)
         few = num_rows <= FEW_ROWS
         places = self.places if few else self._batch_places
-        self._on_host = frozenset(index for index, place in places.items() if place == Place.HOST)
+        self._on_host = frozenset(index for index, place in places.items() if place.on_host)
         self.stream.follow(self._few_order if few else self._batch_order)
 
     def ran(self, index: int) -> None:
@@ -192,11 +193,17 @@ class OffloadedLayers:
     ) -> None:
         """hidden_states: f32 [rows, hidden_size] on the GPU, changed in place."""
         index = layer.spec.index
+        is_split = self.places[index].is_split
+        if is_split:
+            self._forward.attend(layer.views[0], kv, rows, hidden_states)
         if index in self._on_host:
             self.run_host((index,), batch, hidden_states)
             return
         view = layer.views[self.acquire(index, batch)]
-        self._forward.layer(view, kv, rows, hidden_states)
+        if is_split:
+            self._forward.experts(experts_of(view), hidden_states)
+        else:
+            self._forward.layer(view, kv, rows, hidden_states)
         self.release(index, batch, soon=batch.num_rows > HOST_ROWS)
 
     def acquire(self, index: int, batch: Batch | None) -> int:
@@ -213,7 +220,7 @@ class OffloadedLayers:
             self.host.kv.after_gpu(index, batch, soon)
 
     def needs_batch(self, index: int) -> bool:
-        """Whether the host computes this layer in some steps."""
+        """Whether the host computes this layer's attention in some steps: its K and V are on both sides."""
         return self.places[index] == Place.HOST
 
     # --- decode in pieces -----------------------------------------------------------------------------------
@@ -256,8 +263,11 @@ class OffloadedLayers:
     def close(self) -> None:
         self._owned.close()
 
-    def _order(self, places: Mapping[int, Place], *wanted: Place) -> tuple[int, ...]:
-        return tuple(index for index, place in places.items() if place in wanted)
+
+def experts_of(layer: Layer) -> MoeFfn:
+    if not isinstance(layer.ffn, MoeFfn):
+        raise PipeLLMError(f"layer {layer.spec.index} has no experts, and was placed as if it had: a fault")
+    return layer.ffn
 
 
 class _Blobs:

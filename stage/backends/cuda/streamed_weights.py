@@ -7,7 +7,7 @@ slot comes to hold the tiles is repacker.py's matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,15 +27,17 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class StreamedLayer:
-    layer: Layer  # its matrices without tiles
+    layer: Layer  # the matrices that are streamed without tiles
     recipes: tuple[MatrixRecipe, ...]
-    offsets: Mapping[int, int]  # in a slot, by the id of each matrix
+    offsets: Mapping[int, int]  # in a slot, by the id of each matrix that is streamed
 
     def view(self, slot: torch.Tensor) -> Layer:
         """The layer with its tiles in a slot (uint8)."""
 
         def matrix(packed: PackedMatrix) -> PackedMatrix:
-            start = self.offsets[id(packed)]
+            start = self.offsets.get(id(packed))
+            if start is None:
+                return packed
             return replace(packed, tiles=slot[start : start + packed.nbytes].view(packed.tiles.shape))
 
         def linear(one: Linear) -> Linear:
@@ -55,10 +57,12 @@ class StreamedLoader(WeightLoader):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._noted: list[tuple[PackedMatrix, Sequence[RawTensor], bool]] = []
+        self._streamed: set[int] = set()  # ids of raw tensors
 
     def streamed(self, spec: LayerSpec, raw: RawTensors, layout: BlobLayout) -> StreamedLayer:
-        """`layout`: of the blob that the layer's tiles will be made of."""
+        """`layout`: of the blob that tiles will be made of; matrices that it lacks are loaded."""
         self._noted.clear()
+        self._streamed = {id(raw[ref]) for ref in layout.tensors}
         layer = self.layer(spec, raw)
         refs = {id(tensor): ref for ref, tensor in raw.items()}
         offsets: dict[int, int] = {}
@@ -82,6 +86,8 @@ class StreamedLoader(WeightLoader):
         return StreamedLayer(layer, tuple(recipes), offsets)
 
     def _matrix(self, parts: Sequence[RawTensor], columns: int, interleaved: bool) -> PackedMatrix:
+        if id(parts[0]) not in self._streamed:
+            return super()._matrix(parts, columns, interleaved)
         shape = (*parts[0].shape[:-2], sum(part.shape[-2] for part in parts), columns)
         packed = describe(self._pieces(parts), parts[0].ggml_type, shape)
         self._noted.append((packed, parts, interleaved))
@@ -98,18 +104,17 @@ class StreamedLoader(WeightLoader):
                 yield self._uploader.bytes(RawTensor(piece, part.ggml_type, (len(piece), columns)))
 
 
-def matrix_refs(spec: LayerSpec) -> Iterator[TensorRef]:
+def matrix_refs(spec: LayerSpec, experts_only: bool = False) -> tuple[TensorRef, ...]:
     """The matrices that are streamed; all else of a layer stays on the GPU."""
     attention, ffn = spec.attention, spec.ffn
-    for linear in (attention.q, attention.k, attention.v, attention.output, ffn.gate, ffn.up, ffn.down):
-        yield linear.weight
+    before = () if experts_only else (attention.q, attention.k, attention.v, attention.output)
+    return tuple(linear.weight for linear in (*before, ffn.gate, ffn.up, ffn.down))
 
 
-def slot_bytes(spec: LayerSpec, raw: RawTensors) -> int:
-    """At least what the layer's tiles take: parts that share a matrix share its padding."""
+def slot_bytes(streamed: Iterable[RawTensor]) -> int:
+    """At least what the tiles take: parts that share a matrix share its padding."""
     total = 0
-    for ref in matrix_refs(spec):
-        tensor = raw[ref]
+    for tensor in streamed:
         stacked = int(np.prod(tensor.shape[:-2], dtype=np.int64))
         total += stacked * packed_bytes(tensor.ggml_type, tensor.shape[-2], tensor.shape[-1]) + _ALIGNMENT
     return total

@@ -64,6 +64,27 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """A layer of experts without them."""
+
+    layer: Layer
+
+    @property
+    def norm(self) -> Norm:
+        return self.layer.norm
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The rest of it: router, experts and their norms."""
+
+    ffn: MoeFfn
+
+
+Part = Layer | Attention | Experts
+
+
+@dataclass(frozen=True)
 class Embedding:
     matrix: PackedMatrix
     scale: float

@@ -42,16 +42,16 @@ class HostRepack:
         subprocess.run(command, check=True)
         self._library = ctypes.CDLL(str(library))
 
-    def run(self, recipe: MatrixRecipe, blob: np.ndarray, slot: np.ndarray) -> None:
-        """Both uint8."""
+    def run(self, recipe: MatrixRecipe, blob: int, slot: int) -> None:
+        """Addresses."""
         if recipe.ggml_type in CONVERTED_TYPES:
-            args, grid = conversion(recipe, blob.ctypes.data, slot.ctypes.data)
+            args, grid = conversion(recipe, blob, slot)
             self._library.run_convert(element_bytes(recipe.ggml_type), ctypes.byref(args), *grid)
             return
         found = tile_map(recipe.ggml_type)
         tiles = chunk_tiles(found)
         fields, flips = chunk_fields(found, tiles), found.flips
-        args, grid = arguments(recipe, found, tiles, blob.ctypes.data, slot.ctypes.data)
+        args, grid = arguments(recipe, found, tiles, blob, slot)
         args.fields, args.flips = fields.ctypes.data, flips.ctypes.data
         self._library.run(found.field_bits, ctypes.byref(args), *grid)
 

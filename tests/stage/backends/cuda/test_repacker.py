@@ -24,7 +24,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> HostRepack:
 
 def run(host: HostRepack, recipe: MatrixRecipe, blob: np.ndarray, packed_bytes: int) -> np.ndarray:
     slot = aligned_bytes(packed_bytes + recipe.packed_offset)
-    host.run(recipe, blob, slot)
+    host.run(recipe, blob.ctypes.data, slot.ctypes.data)
     return slot[recipe.packed_offset :]
 
 

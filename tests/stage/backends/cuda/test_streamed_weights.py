@@ -21,9 +21,9 @@ from stage.backends.cuda.streamed_weights import StreamedLoader, matrix_refs, sl
 from stage.backends.cuda.weights import Layer, WeightLoader
 from stage.model.spec import LayerSpec
 from tests.stage.backends.cpu.random_weights import random_layer
+from tests.stage.backends.cuda.host_kernels import HostUploader
 from tests.stage.backends.cuda.host_repack import HostRepack, aligned_bytes
 from tests.stage.backends.cuda.random_weights import random_raw
-from tests.stage.backends.cuda.test_fma_models import HostUploader
 
 CPU = torch.device("cpu")
 F32, F16, BF16, Q4_K, Q6_K = GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q4_K, GGMLType.Q6_K
@@ -34,9 +34,11 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> HostRepack:
     return HostRepack(tmp_path_factory.mktemp("host"))
 
 
-def blob_of(spec: LayerSpec, raw: RawTensors) -> tuple[BlobLayout, np.ndarray]:
+def blob_of(
+    spec: LayerSpec, raw: RawTensors, experts_only: bool = False
+) -> tuple[BlobLayout, np.ndarray]:
     tensors, end = {}, 0
-    for ref in matrix_refs(spec):
+    for ref in matrix_refs(spec, experts_only):
         tensors[ref] = BlobTensor(raw[ref], Path(), 0, end)
         end += -(-raw[ref].nbytes // 32) * 32
     blob = aligned_bytes(end)
@@ -61,7 +63,7 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
-@pytest.mark.parametrize("experts", [None, (4, 2)])
+@pytest.mark.parametrize("parts", ["dense", "experts", "experts alone"])
 @pytest.mark.parametrize(
     "types",
     [[BF16], [F32], [F16], [Q4_K], [BF16, BF16, F32], [Q4_K, BF16, Q4_K, F32, Q6_K], [F32, F32, BF16, BF16]],
@@ -70,21 +72,25 @@ def same(a: object, b: object) -> bool:
 def test_streamed_layers_equal_resident_ones(
     host: HostRepack,
     types: list[GGMLType],
-    experts: tuple[int, int] | None,
+    parts: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weights, "Uploader", HostUploader)
     monkeypatch.setattr(streamed_weights, "PIECE_ELEMENTS", 5000)  # several pieces a matrix
     rng = np.random.default_rng(len(types))
     ffn = 264 if set(types) <= {F32, F16, BF16} else 256
+    alone = parts == "experts alone"
+    experts = None if parts == "dense" else (4, 2)
     spec, raw = random_layer(rng, types, 512, (8, 2, 32), ffn, experts, bias=True)
     want = WeightLoader(CPU).layer(spec, raw)
-    layout, blob = blob_of(spec, raw)
+    layout, blob = blob_of(spec, raw, alone)
     streamed = StreamedLoader(CPU).streamed(spec, raw, layout)
-    assert all(s.matrix.tiles.is_meta for linear in linears(streamed.layer) for s in linear.segments)
-    slot = aligned_bytes(slot_bytes(spec, raw))
+    for number, linear in enumerate(linears(streamed.layer)):
+        off_gpu = number >= 2 or not alone
+        assert all(segment.matrix.tiles.is_meta == off_gpu for segment in linear.segments)
+    slot = aligned_bytes(slot_bytes(raw[ref] for ref in layout.tensors))
     for recipe in streamed.recipes:
-        host.run(recipe, blob, slot)
+        host.run(recipe, blob.ctypes.data, slot.ctypes.data)
     got = streamed.view(torch.from_numpy(slot))
     for a, b in zip(linears(want), linears(got), strict=True):
         assert same(a, b)
