@@ -2,6 +2,7 @@
 
     python benchmarks/streaming.py --shape llama-8b --recipe q4_k_m --resident 24,16,0
     python benchmarks/streaming.py --shape qwen-32b --gpu-memory 12GB --pinned-memory 8GB
+    python benchmarks/streaming.py --shape moe-30b --resident 24,0 --hosts 1:1,1:0 --experts
 
 For each number of resident layers: prefill of 512 and 2048 tokens, decode at batch 1 and 8, with all other
 layers streamed (with and without prefetch) and with the best division between link and host's cores. The
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--hosts", default="0.5:0.25", help="shares of the layers not resident, at batch 1:in batches"
     )
+    parser.add_argument("--experts", action="store_true", help="of layers off the GPU only the experts are")
     parser.add_argument("--gpu-memory", help="measures the placement chosen within it, and nothing else")
     parser.add_argument("--pinned-memory", default="auto", help="the same")
     parser.add_argument("--pinned-gb", type=float, default=64)
@@ -185,6 +187,8 @@ def main() -> None:
     ) -> None:
         if time.perf_counter() - began > args.deadline_s:
             return
+        if args.experts:
+            name, places = f"{name}, experts alone", tuple(place.split for place in places)
         try:
             batch_places = keep_hosts(places, kept)
             engine = Engine(path, places, batch_places, pinned_bytes, prefetch, args.threads)
