@@ -40,6 +40,9 @@ class Event:
     def query(self) -> bool:
         return True
 
+    def elapsed_time(self, end_event: object) -> float:
+        return 10.0
+
 
 def simulate(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Skips the test where CUDA's bindings are not installed, or no compiler is."""

@@ -101,6 +101,8 @@ class Model:
             else:
                 assert self.offloaded is not None
                 self.offloaded.run(layer, self.kv, batch, rows, hidden_states)
+            if self.offloaded is not None:
+                self.offloaded.ran(layer.spec.index)
         return hidden_states
 
     def pieces(self, batch: Batch, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -225,7 +227,11 @@ def test_what_crosses_and_what_stays(path: Path, kernels: HostKernels) -> None:
             ]
             many = [(one.host, one.streamed) for one in pieces._pieces[False]]
             assert many == [((), None), ((), 0), ((), 1), ((), 3)]
+            offloaded.keep_pace(None)
             model.results()
             assert offloaded.counters.host_s > 0
+            pace = offloaded._pace
+            assert pace is not None and pace.prefill() == (1700.0, 17)  # two chunks of 17 rows, 10 ms each
+            assert set(pace.rates()) == {1, 8}
         finally:
             model.close()
