@@ -4,6 +4,7 @@ poisoned."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,48 @@ def test_steps_of_one_and_of_many_rows_share_their_sequences(path: Path, load: C
     for a, b in zip(*both, strict=True):
         p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
         assert float((p.exp() * (p - q)).sum(-1).mean()) < 1e-4
+
+
+SE, HE = Place.STREAMED_EXPERTS, Place.HOST_EXPERTS
+
+
+@pytest.fixture(scope="module", params=["q4_k_m", "bf16"])
+def experts_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / f"experts-{request.param}.gguf"
+    write(path, replace(SHAPE, ffn_size=256, experts=(8, 2)), request.param)
+    return path
+
+
+@pytest.mark.parametrize("places", [(SE,) * 9, (SE, R, SE, S, R, SE, R, R, SE), (S,) * 9])
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_streamed_experts_give_the_resident_ones_bits(
+    experts_path: Path, load: Callable[..., Model], places: tuple[Place, ...], disturbed: bool
+) -> None:
+    want = results(load(experts_path, (R,) * 9))
+    model = load(experts_path, places)
+    if disturbed:
+        race_check.disturb(model.backend)
+    for a, b in zip(want, results(model), strict=True):
+        assert torch.equal(a.cpu(), b.cpu())
+
+
+@pytest.mark.parametrize("places", [(HE,) * 9, (R, HE, SE, H, HE, S, R, HE, SE)])
+def test_experts_on_the_host_agree_nearly(
+    experts_path: Path, load: Callable[..., Model], places: tuple[Place, ...]
+) -> None:
+    want, got = load(experts_path, (R,) * 9), load(experts_path, places, batch_places=keep_hosts(places, 1))
+    divergences = []
+    for start, end in ((0, 100), *((100 + i, 101 + i) for i in range(8)), (108, 200)):
+        p, q = (model.forward(start, IDS[start:end]).double().log_softmax(-1) for model in (want, got))
+        divergences += (p.exp() * (p - q)).sum(-1).tolist()
+    divergences.sort()
+    assert np.mean(divergences[:-4]) < 1e-4  # where two experts all but tie, another one may be taken
+    first = got.decode(200, IDS[200], 20)
+    assert first == got.decode(200, IDS[200], 20)
+    eager = [int(got.forward(200, [IDS[200]]).argmax())]
+    for i in range(19):
+        eager.append(int(got.forward(201 + i, [eager[-1]]).argmax()))
+    assert first == eager
 
 
 # --- races --------------------------------------------------------------------------------------------------
