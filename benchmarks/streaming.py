@@ -2,6 +2,7 @@
 
     python benchmarks/streaming.py --shape llama-8b --recipe q4_k_m --resident 24,16,0
     python benchmarks/streaming.py --shape qwen-32b --gpu-memory 12GB --pinned-memory 8GB
+    python benchmarks/streaming.py --shape moe-30b --resident 24,0 --hosts 1:1,1:0 --experts
 
 For each number of resident layers: prefill of 512 and 2048 tokens, decode at batch 1 and 8, with all other
 layers streamed (with and without prefetch) and with the best division between link and host's cores. The
@@ -31,6 +32,7 @@ from benchmarks.synth_model import SHAPES, write
 from common.gguf.reader import GGUFFile
 from stage.backends.base import DecodeRow, make_batch
 from stage.backends.cuda.backend import CudaBackend
+from stage.backends.cuda.placing import link_rate
 from stage.memory_settings import MemorySettings
 from stage.model.registry import build_spec
 from stage.model.spec import tensor_refs
@@ -114,14 +116,6 @@ class Engine:
         self.backend.close()
 
 
-def link_rate() -> float:
-    """Bytes a second of pinned copies of 128 MiB, the best of several."""
-    size = 128 << 20
-    source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(size, dtype=torch.uint8, device="cuda")
-    return size / min(median_s(lambda: target.copy_(source, non_blocking=True), 5) for _ in range(3))
-
-
 def measure(engine: Engine, steps: int, whole: bool, link: float) -> dict[str, float]:
     result = {"load_s": engine.load_s}
     before = engine.streamed_bytes
@@ -169,6 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--hosts", default="0.5:0.25", help="shares of the layers not resident, at batch 1:in batches"
     )
+    parser.add_argument("--experts", action="store_true", help="of layers off the GPU only the experts are")
     parser.add_argument("--gpu-memory", help="measures the placement chosen within it, and nothing else")
     parser.add_argument("--pinned-memory", default="auto", help="the same")
     parser.add_argument("--pinned-gb", type=float, default=64)
@@ -183,7 +178,7 @@ def main() -> None:
         write(path, SHAPES[args.shape], args.recipe)
     num_layers = SHAPES[args.shape].num_layers
     pinned_bytes = int(args.pinned_gb * 1e9)
-    link = link_rate()
+    link = max(link_rate(torch.device("cuda", 0)) for _ in range(3))
     results: dict[str, Any] = {"link_gb_s": link / 1e9}
     print(f"link {link / 1e9:.1f} GB/s, model after {time.perf_counter() - began:.0f} s", flush=True)
 
@@ -192,6 +187,8 @@ def main() -> None:
     ) -> None:
         if time.perf_counter() - began > args.deadline_s:
             return
+        if args.experts:
+            name, places = f"{name}, experts alone", tuple(place.split for place in places)
         try:
             batch_places = keep_hosts(places, kept)
             engine = Engine(path, places, batch_places, pinned_bytes, prefetch, args.threads)

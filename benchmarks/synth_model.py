@@ -26,8 +26,9 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_size: int
+    ffn_size: int  # of each expert, where there are any
     vocab_size: int
+    experts: tuple[int, int] = (0, 0)  # how many, and how many a row meets
 
 
 SHAPES = {
@@ -37,6 +38,7 @@ SHAPES = {
     "llama-70b": Shape("llama", 80, 8192, 64, 8, 128, 28672, 128256),
     "qwen-14b": Shape("llama", 48, 5120, 40, 8, 128, 13824, 152064),
     "qwen-32b": Shape("llama", 64, 5120, 40, 8, 128, 27648, 152064),
+    "moe-30b": Shape("llama", 48, 2048, 32, 4, 128, 768, 151936, (128, 8)),
 }
 
 # The type of most weights, that of the head, and that of attn_v and ffn_down in half of the layers.
@@ -46,6 +48,8 @@ RECIPES = {
     "q6_k": (GGMLType.Q6_K, GGMLType.Q6_K, GGMLType.Q6_K),
     "q4_0": (GGMLType.Q4_0, GGMLType.Q6_K, GGMLType.Q4_0),
     "f16": (GGMLType.F16, GGMLType.F16, GGMLType.F16),
+    "bf16": (GGMLType.BF16, GGMLType.BF16, GGMLType.BF16),
+    "f32": (GGMLType.F32, GGMLType.F32, GGMLType.F32),
 }
 
 # Where a block's f16 scales lie, and how large they are.
@@ -81,9 +85,12 @@ def tensors(shape: Shape, recipe: str) -> Iterator[tuple[str, GGMLType, tuple[in
         yield f"blk.{i}.attn_v.weight", larger, (kv, hidden)
         yield f"blk.{i}.attn_output.weight", base, (hidden, heads)
         yield f"blk.{i}.ffn_norm.weight", GGMLType.F32, (hidden,)
-        yield f"blk.{i}.ffn_gate.weight", base, (shape.ffn_size, hidden)
-        yield f"blk.{i}.ffn_up.weight", base, (shape.ffn_size, hidden)
-        yield f"blk.{i}.ffn_down.weight", larger, (hidden, shape.ffn_size)
+        stack, suffix = shape.experts[:1] if shape.experts[0] else (), "_exps" if shape.experts[0] else ""
+        if stack:
+            yield f"blk.{i}.ffn_gate_inp.weight", GGMLType.F32, (*stack, hidden)
+        yield f"blk.{i}.ffn_gate{suffix}.weight", base, (*stack, shape.ffn_size, hidden)
+        yield f"blk.{i}.ffn_up{suffix}.weight", base, (*stack, shape.ffn_size, hidden)
+        yield f"blk.{i}.ffn_down{suffix}.weight", larger, (*stack, hidden, shape.ffn_size)
 
 
 class Pool:
@@ -94,24 +101,30 @@ class Pool:
         self._made: dict[tuple[GGMLType, tuple[int, ...]], np.ndarray] = {}
 
     def tensor(self, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-        """f32 for vectors, f16 or blocks (uint8 [rows, row_bytes]) for matrices."""
+        """f32 or f16, or for matrices the bytes of another type (uint8 [..., rows, row_bytes])."""
         key = (ggml_type, shape)
         if key not in self._made:
             self._made[key] = self._make(ggml_type, shape)
         return self._made[key]
 
     def _make(self, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-        if ggml_type == GGMLType.F32:
+        if len(shape) == 1:
             return (1 + 0.1 * self._rng.standard_normal(shape)).astype(np.float32)
-        if ggml_type == GGMLType.F16:
-            return np.resize((self._rng.standard_normal(1 << 20) * 0.02).astype(np.float16), shape)
+        if ggml_type in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
+            values = (self._rng.standard_normal(1 << 20) * 0.02).astype(np.float32)
+            if ggml_type == GGMLType.F16:
+                values = values.astype(np.float16)
+            if ggml_type == GGMLType.BF16:
+                halves = (values.view(np.uint32) >> 16).astype(np.uint16)
+                return np.resize(halves, shape).view(np.uint8)
+            return np.resize(values, shape)
         block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
         pool = self._rng.integers(0, 256, (_POOL_BLOCKS, block_bytes), dtype=np.uint8)
         for at, size in _SCALES[ggml_type]:
             scales = (size * self._rng.uniform(0.5, 1.5, (_POOL_BLOCKS, 1))).astype(np.float16)
             pool[:, at : at + 2] = scales.view(np.uint8)
-        rows, columns = shape
-        return np.resize(pool, (rows * columns // block_elements, block_bytes)).reshape(rows, -1)
+        blocks = int(np.prod(shape)) // block_elements
+        return np.resize(pool, (blocks, block_bytes)).reshape(*shape[:-1], -1)
 
 
 def write(path: Path, shape: Shape, recipe: str) -> None:
@@ -128,6 +141,9 @@ def write(path: Path, shape: Shape, recipe: str) -> None:
     writer.add_rope_freq_base(500000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(shape.vocab_size)
+    if shape.experts[0]:
+        writer.add_expert_count(shape.experts[0])
+        writer.add_expert_used_count(shape.experts[1])
     writer.add_tokenizer_model("no_vocab")
     pool = Pool()
     for name, ggml_type, tensor_shape in tensors(shape, recipe):

@@ -32,12 +32,12 @@ class MemorySettings:
 
 
 def parse_places(text: str) -> dict[int, Place]:
-    """ "16:24=streamed,24:32=host,5=host": half-open ranges of layers, or single ones, by their number in the
-    model. What is not named is resident. Raises ConfigError naming the part that is wrong."""
+    """ "16:24=streamed,24:32=host,5=host-experts": half-open ranges of layers, or single ones, by their
+    number in the model. What is not named is resident. Raises ConfigError naming the part that is wrong."""
     known = {place.value: place for place in Place}
     places: dict[int, Place] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,5})(?::(\d{1,5}))?\s*=\s*(\w+)\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,5})(?::(\d{1,5}))?\s*=\s*([\w-]+)\s*", part)
         if match is None or match[3] not in known:
             raise ConfigError(
                 f"placement: {part.strip()!r} is not of the form 0:16=resident or 5=host ({', '.join(known)})"

@@ -3,14 +3,17 @@
 Resident layers stay in GPU memory; streamed ones come over the link into slots while others compute; host
 ones are computed by the host's cores. At batch 1 a streamed layer costs its bytes over the link, a host
 layer its bytes over the host's memory, both at the same time: what is not resident is divided so that both
-end together. In prefill, host layers are streamed as well. Knows sizes and rates, nothing of devices.
+end together. In prefill, host layers are streamed as well. A layer's experts may lie apart from the rest of
+it, which then is resident: a row reads few of them, so that the host has little to do, and the link much.
+Knows sizes and rates, nothing of devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from common.errors import OutOfCapacityError
 
@@ -23,6 +26,35 @@ class Place(Enum):
     RESIDENT = "resident"
     STREAMED = "streamed"
     HOST = "host"
+    STREAMED_EXPERTS = "streamed-experts"  # the rest of the layer resident, its KV on the GPU
+    HOST_EXPERTS = "host-experts"  # the same
+
+    def __init__(self, value: str) -> None:
+        self.on_host = value.startswith("host")  # in decode the host computes the layer, or its experts
+        self.streamed = value.startswith("streamed")
+        self.is_split = value.endswith("experts")
+
+    @property
+    def off_host(self) -> Place:
+        """Streamed in place of being computed by the host."""
+        return {Place.HOST: Place.STREAMED, Place.HOST_EXPERTS: Place.STREAMED_EXPERTS}.get(self, self)
+
+    @property
+    def split(self) -> Place:
+        """The experts alone in place of the layer."""
+        return {Place.STREAMED: Place.STREAMED_EXPERTS, Place.HOST: Place.HOST_EXPERTS}.get(self, self)
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """Of a layer, or a part of it."""
+
+    packed_bytes: int = 0
+    raw_bytes: int = 0
+    active_share: float = 1.0  # that one row reads
+
+
+_NOTHING = PartSize()
 
 
 @dataclass(frozen=True)
@@ -32,6 +64,23 @@ class LayerSize:
     kv_bytes: int  # of the whole cache
     active_share: float = 1.0  # of the weights that one row reads (experts)
     streamable: bool = True
+    experts: PartSize = _NOTHING  # nothing: a layer without experts
+
+    @cached_property
+    def _whole(self) -> PartSize:
+        return PartSize(self.packed_bytes, self.raw_bytes, self.active_share)
+
+    def off_gpu(self, place: Place) -> PartSize:
+        """What of the layer is streamed or computed by the host."""
+        if place is Place.RESIDENT:
+            return _NOTHING
+        return self.experts if place.is_split else self._whole
+
+    def on_gpu(self, place: Place) -> float:
+        """Bytes that one row reads of what is resident, if anything is."""
+        if place.is_split:
+            return self.packed_bytes - self.experts.packed_bytes
+        return self.packed_bytes * self.active_share
 
 
 @dataclass(frozen=True)
@@ -94,8 +143,7 @@ def choose(layers: Sequence[LayerSize], budgets: Budgets, rates: Rates) -> Place
     """
     best: Placement | None = None
     for offloaded in range(len(layers) + 1):
-        for host in range(offloaded + 1):
-            places = arrange(len(layers), offloaded - host, host)
+        for places in _candidates(layers, offloaded):
             if best is not None and not _may_beat(layers, places, budgets, rates, best):
                 continue
             for batch_places in (for_batches(layers, places, rates), places):
@@ -141,9 +189,16 @@ def arrange(num_layers: int, streamed: int, host: int) -> tuple[Place, ...]:
     return tuple(places)
 
 
+def split_experts(layers: Sequence[LayerSize], places: Sequence[Place]) -> tuple[Place, ...]:
+    """The same with only the experts off the GPU, of layers that have some."""
+    return tuple(
+        place.split if layer.experts.raw_bytes else place for layer, place in zip(layers, places, strict=True)
+    )
+
+
 def for_batches(layers: Sequence[LayerSize], places: Sequence[Place], rates: Rates) -> tuple[Place, ...]:
     """The same for steps of 8 rows, but with those host layers streamed that the link brings sooner."""
-    hosts = list(places).count(Place.HOST)
+    hosts = sum(place.on_host for place in places)
 
     def seconds(kept: int) -> float:
         everything = range(len(layers))
@@ -159,19 +214,20 @@ def for_batches(layers: Sequence[LayerSize], places: Sequence[Place], rates: Rat
 
 
 def keep_hosts(places: Sequence[Place], kept: int) -> tuple[Place, ...]:
-    """So many of the host layers, evenly; the others streamed."""
+    """So many of the layers (or experts) on the host, evenly; the others streamed."""
     result = list(places)
-    hosts = [i for i, place in enumerate(places) if place == Place.HOST]
+    hosts = [i for i, place in enumerate(places) if place.on_host]
     for number, i in enumerate(hosts):
         if number * kept % len(hosts) >= kept:
-            result[i] = Place.STREAMED
+            result[i] = places[i].off_host
     return tuple(result)
 
 
 def pinned_layers(
     places: Sequence[Place], raw_bytes: Sequence[int], pinned_bytes: int
 ) -> tuple[tuple[int, ...], int]:
-    """Which offloaded layers a pinned pool of at most this size holds, and the size it takes.
+    """Which offloaded layers a pinned pool of at most this size holds, and the size it takes. raw_bytes: of
+    what is offloaded of each.
 
     All of them, or as many as fit beside a ring of slots that the others are read into, streamed ones first.
     Raises OutOfCapacityError where the ring does not fit.
@@ -187,7 +243,7 @@ def pinned_layers(
             f"holding all {len(offloaded)} layers {total}"
         )
     chosen = []
-    for i in sorted(offloaded, key=lambda i: (places[i] != Place.STREAMED, i)):
+    for i in sorted(offloaded, key=lambda i: (not places[i].streamed, i)):
         if used + raw_bytes[i] > pinned_bytes:
             break
         used += raw_bytes[i]
@@ -196,6 +252,20 @@ def pinned_layers(
 
 
 # --- sizes and times ----------------------------------------------------------------------------------------
+
+
+def _candidates(layers: Sequence[LayerSize], offloaded: int) -> Iterator[tuple[Place, ...]]:
+    """With so many layers off the GPU: as wholes, and where there are any, their experts alone."""
+    for host in range(offloaded + 1):
+        places = arrange(len(layers), offloaded - host, host)
+        yield places
+        split = split_experts(layers, places)
+        if split != places:
+            yield split
+
+
+def _off_gpu(layers: Sequence[LayerSize], places: Sequence[Place]) -> list[PartSize]:
+    return [layer.off_gpu(place) for layer, place in zip(layers, places, strict=True)]
 
 
 def _share(count: int, group: int, groups: int) -> int:
@@ -216,7 +286,8 @@ def _may_beat(
 ) -> bool:
     """Eight sequences together are at most eight times as fast as one."""
     try:
-        pinned, _ = pinned_layers(places, [layer.raw_bytes for layer in layers], budgets.pinned_bytes)
+        raw = [off.raw_bytes for off in _off_gpu(layers, places)]
+        pinned, _ = pinned_layers(places, raw, budgets.pinned_bytes)
     except OutOfCapacityError:
         return False
     batch_1 = 1 / _decode_s(layers, places, pinned, rates, 1.0, 1.0)
@@ -242,28 +313,28 @@ def _measured(
     rates: Rates,
 ) -> Placement | None:
     """None where a layer that cannot leave the GPU would have to, or the pinned pool is too small."""
-    offloaded = [layer for layer, place in zip(layers, places, strict=True) if place != Place.RESIDENT]
-    if any(not layer.streamable for layer in offloaded):
+    off_gpu = _off_gpu(layers, places)
+    offloaded = [i for i, place in enumerate(places) if place != Place.RESIDENT]
+    if not all(layers[i].streamable for i in offloaded):
         return None
     try:
-        raw = [layer.raw_bytes for layer in layers]
+        raw = [off.raw_bytes for off in off_gpu]
         pinned, pinned_bytes = pinned_layers(places, raw, budgets.pinned_bytes)
     except OutOfCapacityError:
         return None
     gpu_bytes = host_bytes = room = 0
     for i, layer in enumerate(layers):
-        if places[i] == Place.RESIDENT:
-            gpu_bytes += layer.packed_bytes
-        if places[i] == Place.HOST:
-            host_bytes += layer.kv_bytes + (0 if i in pinned else layer.raw_bytes)
+        gpu_bytes += layer.packed_bytes - off_gpu[i].packed_bytes
+        if places[i].on_host:
+            host_bytes += (layer.kv_bytes if places[i] == Place.HOST else 0) + (0 if i in pinned else raw[i])
         if batch_places[i] == Place.HOST:
             room = max(room, layer.kv_bytes)
         else:
             gpu_bytes += layer.kv_bytes
     gpu_bytes += room
     if offloaded:
-        gpu_bytes += RAW_SLOTS * max(layer.raw_bytes for layer in offloaded)
-        gpu_bytes += TILE_SLOTS * max(layer.packed_bytes for layer in offloaded)
+        gpu_bytes += RAW_SLOTS * max(off_gpu[i].raw_bytes for i in offloaded)
+        gpu_bytes += TILE_SLOTS * max(off_gpu[i].packed_bytes for i in offloaded)
     host_bytes += pinned_bytes
     prediction = predict(layers, places, batch_places, pinned, rates)
     return Placement(places, batch_places, pinned, gpu_bytes, host_bytes, pinned_bytes, prediction)
@@ -296,14 +367,17 @@ def _decode_s(
     memory are busy each runs at its lower rate; what is left of one then runs alone, at the higher."""
     link = chain = host_bytes = 0.0
     runs = 0
+    held = frozenset(pinned)
     for i, (layer, place) in enumerate(zip(layers, places, strict=True)):
-        if place == Place.HOST:
-            host_bytes += layer.raw_bytes * layer.active_share * host_factor
-            runs += i == 0 or places[i - 1] != Place.HOST
-            continue
-        chain += layer.packed_bytes * layer.active_share / rates.gpu * gpu_factor
-        if place == Place.STREAMED:
-            link += layer.raw_bytes * _link_slowdown(i in pinned, rates.link, rates.file)
+        if place is Place.RESIDENT or place.is_split:
+            chain += layer.on_gpu(place) / rates.gpu * gpu_factor
+        off = layer.off_gpu(place)
+        if place.on_host:
+            host_bytes += off.raw_bytes * off.active_share * host_factor
+            runs += place.is_split or i == 0 or not places[i - 1].on_host
+        elif place.streamed:
+            chain += off.packed_bytes * off.active_share / rates.gpu * gpu_factor
+            link += off.raw_bytes * _link_slowdown(i in held, rates.link, rates.file)
     chain += rates.other_s + runs * rates.crossing_s
     both = min(link / rates.link_beside_host, host_bytes / rates.host_beside_link)
     link_s = both + (link - both * rates.link_beside_host) / rates.link
@@ -315,9 +389,8 @@ def _prefill_s(
     layers: Sequence[LayerSize], places: Sequence[Place], pinned: Sequence[int], rates: Rates
 ) -> float:
     link = sum(
-        layer.raw_bytes * _link_slowdown(i in pinned, rates.link, rates.file)
-        for i, (layer, place) in enumerate(zip(layers, places, strict=True))
-        if place != Place.RESIDENT
+        off.raw_bytes * _link_slowdown(i in pinned, rates.link, rates.file)
+        for i, off in enumerate(_off_gpu(layers, places))
     )
     return max(link / rates.link, len(layers) * PREFILL_TOKENS / rates.gpu_prefill) + rates.other_s
 
@@ -332,7 +405,7 @@ def _too_little(layers: Sequence[LayerSize], budgets: Budgets, rates: Rates) -> 
     if fixed:
         return OutOfCapacityError(
             f"the layers do not fit into {budgets.gpu_bytes} bytes of GPU memory, and layer {fixed[0]} "
-            "cannot be streamed (it has F32 or BF16 matrices): give this stage fewer layers"
+            "cannot be streamed (rows of each expert's matrix lie apart): give this stage fewer layers"
         )
     unlimited = Budgets(budgets.gpu_bytes, 1 << 62, 1 << 62)
     streamed = arrange(len(layers), len(layers), 0)
@@ -349,7 +422,11 @@ def _too_little(layers: Sequence[LayerSize], budgets: Budgets, rates: Rates) -> 
 
 def describe(placement: Placement) -> str:
     """A line for people: "16 resident, 6 streamed, 10 on the host; ..." """
-    counts = ", ".join(f"{placement.count(place)} {place.value}" for place in Place)
+    counts = ", ".join(
+        f"{placement.count(place)} {place.value}"
+        for place in Place
+        if placement.count(place) or not place.is_split
+    )
     predicted = placement.prediction
     return (
         f"{counts}; GPU {placement.gpu_bytes / 1e9:.2f} GB, host {placement.host_bytes / 1e9:.2f} GB of "

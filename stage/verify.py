@@ -33,7 +33,7 @@ from stage.backends.cuda import race_check
 from stage.backends.reference import ReferenceBackend
 from stage.config import ACCURACIES, BACKENDS, KV_DTYPES, StageConfig
 from stage.model.registry import build_spec
-from stage.model.spec import ModelSpec
+from stage.model.spec import ModelSpec, MoeFfnSpec
 from stage.placement import Place
 from stage.runner import Runner
 from stage.soak import Difference, Schedule
@@ -140,15 +140,20 @@ def soak_ways(
         plays["without graphs"] = play(graphs=False)
     differences = {name: soak.first_difference(want, drawn) for name, drawn in plays.items()}
     if streaming:
-        streamed = placement_of(len(spec.layers), (Place.STREAMED, Place.RESIDENT))
-        mixed = placement_of(len(spec.layers), (Place.STREAMED, Place.HOST, Place.RESIDENT))
-        for name, drawn in (
-            ("streamed", play(placement=streamed)),
-            ("stream disturbed", play(True, True, placement=streamed)),
-        ):
-            differences[name] = soak.first_difference(want, drawn)
-        on_host = play(placement=mixed), play(True, True, placement=mixed)
-        differences["host disturbed"] = soak.first_difference(*on_host)
+        whole = ("streamed", "stream disturbed", "host disturbed"), Place.STREAMED, Place.HOST
+        names = "experts streamed", "experts disturbed", "host's experts"
+        experts = names, Place.STREAMED_EXPERTS, Place.HOST_EXPERTS
+        have_experts = all(isinstance(layer.ffn, MoeFfnSpec) for layer in spec.layers)
+        for names, stream, host in (whole, experts) if have_experts else (whole,):
+            streamed = placement_of(len(spec.layers), (stream, Place.RESIDENT))
+            mixed = placement_of(len(spec.layers), (stream, host, Place.RESIDENT))
+            for name, drawn in (
+                (names[0], play(placement=streamed)),
+                (names[1], play(True, True, placement=streamed)),
+            ):
+                differences[name] = soak.first_difference(want, drawn)
+            on_host = play(placement=mixed), play(True, True, placement=mixed)
+            differences[names[2]] = soak.first_difference(*on_host)
     return schedule, differences
 
 

@@ -17,6 +17,7 @@ from stage.memory_settings import MemorySettings, parse_amount, parse_places
 from stage.placement import (
     Budgets,
     LayerSize,
+    PartSize,
     Place,
     Rates,
     arrange,
@@ -34,17 +35,27 @@ RATES = Rates(
 )  # fmt: skip
 LLAMA_8B = [LayerSize(131 * MB, 131 * MB, 17 * MB)] * 32
 
-layers_strategy = st.lists(
-    st.builds(
-        LayerSize,
-        packed_bytes=st.integers(1, 300 * MB),
-        raw_bytes=st.integers(1, 300 * MB),
-        kv_bytes=st.integers(0, 50 * MB),
-        active_share=st.floats(0.05, 1),
-    ),
-    min_size=1,
-    max_size=10,
+
+
+def layer_of(attention: int, experts: int, kv_bytes: int, active: float) -> LayerSize:
+    """Bytes of the two parts; no experts: a dense layer of that size."""
+    size = attention + experts
+    if not experts:
+        return LayerSize(size, size + size // 9, kv_bytes)
+    share = (attention + experts * active) / size
+    return LayerSize(
+        size, size + size // 9, kv_bytes, share, experts=PartSize(experts, experts + experts // 9, active)
+    )
+
+
+layer_strategy = st.builds(
+    layer_of,
+    attention=st.integers(1, 100 * MB),
+    experts=st.just(0) | st.integers(1, 300 * MB),
+    kv_bytes=st.integers(0, 50 * MB),
+    active=st.floats(0.05, 1),
 )
+layers_strategy = st.lists(layer_strategy, min_size=1, max_size=8)
 budgets_strategy = st.builds(
     Budgets, gpu_bytes=st.integers(0, 4000 * MB), host_bytes=st.integers(0, 4000 * MB),
     pinned_bytes=st.integers(0, 4000 * MB),
@@ -60,21 +71,25 @@ def test_a_choice_stays_within_every_budget(layers: list[LayerSize], budgets: Bu
         return
     assert len(chosen.places) == len(layers)
     used = sum(
-        one.packed_bytes for one, place in zip(layers, chosen.places, strict=True) if place == Place.RESIDENT
+        one.packed_bytes if place == Place.RESIDENT else one.packed_bytes - one.experts.packed_bytes
+        for one, place in zip(layers, chosen.places, strict=True)
+        if place == Place.RESIDENT or place.is_split
     )
+    assert all(one.experts.raw_bytes for one, p in zip(layers, chosen.places, strict=True) if p.is_split)
     kv_on_gpu = sum(
         one.kv_bytes for one, place in zip(layers, chosen.places, strict=True) if place != Place.HOST
     )
     assert used + kv_on_gpu <= chosen.gpu_bytes <= budgets.gpu_bytes
     assert chosen.host_bytes <= budgets.host_bytes
-    assert sum(layers[i].raw_bytes for i in chosen.pinned) <= chosen.pinned_bytes <= budgets.pinned_bytes
+    off_gpu = [one.off_gpu(place) for one, place in zip(layers, chosen.places, strict=True)]
+    assert sum(off_gpu[i].raw_bytes for i in chosen.pinned) <= chosen.pinned_bytes <= budgets.pinned_bytes
     assert chosen == choose(layers, budgets, RATES)
     assert measure(layers, chosen.places, budgets, RATES) == chosen
 
 
 @given(
-    st.builds(LayerSize, st.integers(1, 300 * MB), st.integers(1, 300 * MB), st.integers(0, 50 * MB)),
-    st.integers(1, 9),
+    layer_strategy,
+    st.integers(1, 8),
     budgets_strategy,
     st.sampled_from(["gpu_bytes", "host_bytes", "pinned_bytes"]),
     st.integers(0, 2000 * MB),
@@ -115,6 +130,53 @@ def test_larger_steps_compute_fewer_layers_on_the_host() -> None:
     assert placement.prediction.batch_8 > 8 / (9 * 131e6 * 6 / 85e9)
     for kept in range(10):
         assert keep_hosts(placement.places, kept).count(Place.HOST) == kept
+
+
+QWEN3_30B = [layer_of(20 * MB, 360 * MB, 8 * MB, 8 / 128)] * 48
+
+
+def test_experts_of_which_few_are_read_go_to_the_host_by_themselves() -> None:
+    """A GPU with room for all attention and few experts: the host reads a sixteenth of the others."""
+    budgets = Budgets(8_000 * MB, 64_000 * MB, 64_000 * MB)
+    chosen = choose(QWEN3_30B, budgets, RATES)
+    assert chosen.count(Place.HOST_EXPERTS) > 20
+    assert not chosen.count(Place.HOST) and not chosen.count(Place.STREAMED)
+    assert "host-experts" in describe(chosen)
+    off = len(QWEN3_30B) - chosen.count(Place.RESIDENT)
+    for whole in (arrange(48, off, 0), arrange(48, 0, off)):
+        assert chosen.prediction.batch_1 > 1.2 * measure(QWEN3_30B, whole, budgets, RATES).prediction.batch_1
+    everything = Budgets(20_000 * MB, 0, 0)
+    assert choose(QWEN3_30B, everything, RATES).places == (Place.RESIDENT,) * 48
+    # Attention alone does not fit: whole layers go, too.
+    little = choose(QWEN3_30B, Budgets(2_500 * MB, 64_000 * MB, 64_000 * MB), RATES)
+    assert little.gpu_bytes <= 2_500 * MB
+
+
+def test_what_a_split_layer_takes_and_costs() -> None:
+    budgets = Budgets(10**12, 10**12, 10**12)
+    layer = LayerSize(380 * MB, 400 * MB, 8 * MB, 0.1, experts=PartSize(360 * MB, 370 * MB, 0.0625))
+    host = measure([layer] * 4, (Place.HOST_EXPERTS,) * 4, budgets, RATES)
+    assert host.gpu_bytes == 4 * (20 + 8) * MB + 2 * 370 * MB + 2 * 360 * MB
+    assert host.host_bytes == host.pinned_bytes == 4 * 370 * MB
+    # No run of layers: hidden states cross for each.
+    step_s = 4 * (370 * MB * 0.0625 / 85e9 + RATES.crossing_s + 20 * MB / 3e12) + RATES.other_s
+    assert host.prediction.batch_1 == pytest.approx(1 / step_s)
+    streamed = measure([layer] * 4, (Place.STREAMED_EXPERTS,) * 4, budgets, RATES)
+    assert streamed.gpu_bytes == host.gpu_bytes
+    assert streamed.prediction.batch_1 == pytest.approx(55e9 / (4 * 370 * MB))
+    assert streamed.prediction.prefill == host.prediction.prefill
+    ring = measure([layer] * 4, (Place.HOST_EXPERTS,) * 4, replace(budgets, pinned_bytes=3 * 370 * MB), RATES)
+    assert ring.pinned == () and ring.host_bytes == (3 + 4) * 370 * MB
+
+
+def test_in_larger_steps_experts_leave_the_host_for_the_link() -> None:
+    places = (Place.HOST_EXPERTS, Place.RESIDENT, Place.HOST_EXPERTS, Place.HOST, Place.HOST_EXPERTS)
+    split = Place.STREAMED_EXPERTS
+    assert keep_hosts(places, 0) == (split, Place.RESIDENT, split, Place.STREAMED, split)
+    assert keep_hosts(places, 4) == places
+    slow = replace(RATES, host_batch_8=1000.0)
+    placement = measure(QWEN3_30B[:5], places, Budgets(10**12, 10**12, 10**12), slow)
+    assert not any(place.on_host for place in placement.batch_places)
 
 
 def test_everything_stays_resident_where_it_fits() -> None:
@@ -170,10 +232,11 @@ def test_what_fits_nowhere_is_refused_with_what_would_be_enough() -> None:
 
 
 def test_explicit_placements_are_parsed_and_checked() -> None:
-    assert parse_places("2:4=streamed, 5=host,0=resident") == {
+    assert parse_places("2:4=streamed, 5=host,0=resident,7=host-experts,8=streamed-experts") == {
         2: Place.STREAMED, 3: Place.STREAMED, 5: Place.HOST, 0: Place.RESIDENT,
+        7: Place.HOST_EXPERTS, 8: Place.STREAMED_EXPERTS,
     }  # fmt: skip
-    for wrong in ("", "2:2=host", "1=disk", "0:3=host,2=streamed", "a=host", "1-2=host"):
+    for wrong in ("", "2:2=host", "1=disk", "0:3=host,2=streamed", "a=host", "1-2=host", "1=experts"):
         with pytest.raises(ConfigError, match="placement"):
             parse_places(wrong)
     MemorySettings("12GB", "0.5", "8GiB", "0:4=host").check()

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.errors import PipeLLMError
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 # Another build of the library, such as one with sanitizers, instead of the installed one.
 LIBRARY_VARIABLE = "PIPELLM_CPU_LIBRARY"
 
@@ -91,13 +91,13 @@ class BatchRows(Structure):
 
 
 _SIGNATURES = {
-    "pipellm_abi_version": (c_int32, ()),
     "pipellm_variants": (c_char_p, ()),
     "pipellm_create": (c_void_p, (c_char_p, c_int32, c_void_p, c_int32, c_char_p, c_int32)),
     "pipellm_destroy": (None, (c_void_p,)),
     "pipellm_threads_used": (c_int32, (c_void_p,)),
     "pipellm_supports": (c_int32, (c_int32,)),
     "pipellm_run_layers": (c_int32, (c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "pipellm_run_feed_forward": (c_int32, (c_void_p, c_void_p, c_void_p, c_int32)),
     "pipellm_embed": (c_int32, (c_void_p, c_void_p, c_void_p, c_int32, c_float, c_void_p)),
     "pipellm_logits": (c_int32, (c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int32, c_void_p)),
     "pipellm_matmul": (c_int32, (c_void_p, c_void_p, c_void_p, c_int32, c_void_p)),
@@ -116,15 +116,15 @@ def library() -> ctypes.CDLL | None:
     if not path.exists():
         return None
     loaded = ctypes.CDLL(str(path))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
     version = loaded.pipellm_abi_version()
     if version != ABI_VERSION:
         raise PipeLLMError(
             f"{path} has interface version {version}, this code needs {ABI_VERSION}: "
             "install the project again (pip install -e .) to rebuild it"
         )
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
     return loaded
 
 

@@ -187,6 +187,14 @@ class CpuBackend(HostSampling):
             self._windows.leaving(layer.index)
         return hidden_states
 
+    def run_feed_forward(self, layer: Layer, hidden_states: torch.Tensor) -> None:
+        """The layer without its attention: float32 [rows, hidden_size], contiguous, changed in place."""
+        rows = len(hidden_states)
+        if self._library.pipellm_run_feed_forward(
+            self._engine, layer.plan.address, hidden_states.data_ptr(), rows
+        ):
+            raise OutOfCapacityError(f"no memory for the activations of {rows} rows: smaller chunks")
+
     def _run(self, layers: LayerRange, batch: Batch, hidden_states: torch.Tensor) -> None:
         native = self._batch  # kept by this call, whatever another thread runs meanwhile
         if native is None or native.batch is not batch:

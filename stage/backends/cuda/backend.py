@@ -194,6 +194,8 @@ class CudaBackend:
             self.forward.layer(layer, kv, self._last[1], hidden_states)
         elif self.offloaded is not None:
             self.offloaded.run(layer, kv, batch, self._last[1], hidden_states)
+        if self.offloaded is not None:
+            self.offloaded.ran(layer.spec.index)
         return hidden_states
 
     def logits(self, head: Head, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -226,12 +228,14 @@ class CudaBackend:
         self._warm(embedding, layers, kv)
         decoder = CudaDecoder(self, embedding, layers, head, kv, max_context, self._use_graphs)
         decoder.warm()
+        self._keep_pace()
         return decoder
 
     def replayer(
         self, embedding: Embedding | None, layers: Sequence[AnyLayer], kv: CudaKvCache, max_context: int
     ) -> RangeGraphs | None:
         self._warm(embedding, layers, kv)
+        self._keep_pace()
         return RangeGraphs(self, embedding, layers, kv, max_context) if self._use_graphs else None
 
     @torch.inference_mode()
@@ -248,6 +252,10 @@ class CudaBackend:
             hidden_states = torch.zeros(shape, dtype=torch.float32, device=self.device)
         for layer in layers:
             hidden_states = self.run_layer(layer, kv, batch, hidden_states)
+
+    def _keep_pace(self) -> None:
+        if self.offloaded is not None:
+            self.offloaded.keep_pace(self.placement.prediction if self.placement is not None else None)
 
     def streaming(self) -> StreamingCounters | None:
         offloaded = self.offloaded  # another thread may close it

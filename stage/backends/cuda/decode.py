@@ -23,7 +23,7 @@ from stage.backends.cuda.kv_cache import CudaKvCache
 from stage.backends.cuda.linear import Operand
 from stage.backends.cuda.pieces import AnyLayer, Piece, StepPieces
 from stage.backends.cuda.sampling import RowSampler, upload
-from stage.backends.cuda.weights import Embedding, Head, Layer
+from stage.backends.cuda.weights import Attention, Embedding, Experts, Head, Part
 from stage.sampler import Drawn, SamplingOptions
 
 if TYPE_CHECKING:
@@ -289,17 +289,24 @@ class RangeGraphs:
 
 def run_layers(
     forward: Forward,
-    layers: Sequence[Layer],
+    layers: Sequence[Part],
     kv: CudaKvCache,
     rows: Rows,
     hidden_states: torch.Tensor,
     head: Head | None,
 ) -> Operand | None:
-    """Layers one after the other, each leaving the next one's operand; returns the head's, if that comes
-    next."""
+    """Layers, or parts of them, one after the other, each leaving the next one's operand; returns the head's,
+    if that comes next. Experts need none and leave none."""
     operand = None
     for index, layer in enumerate(layers):
+        if isinstance(layer, Experts):
+            forward.experts(layer.ffn, hidden_states)
+            operand = None
+            continue
+        if isinstance(layer, Attention):
+            operand = forward.attend(layer.layer, kv, rows, hidden_states, operand)
+            continue
         following = layers[index + 1] if index + 1 < len(layers) else head
-        next_norm = following.norm if following is not None else None
+        next_norm = following.norm if following is not None and not isinstance(following, Experts) else None
         operand = forward.layer(layer, kv, rows, hidden_states, operand, next_norm)
     return operand

@@ -142,15 +142,26 @@ class Forward:
         `operand`: what the layer before returned, if it was told this layer's norm as its `next_norm`;
         None: made here, to the same bits.
         """
-        dense = isinstance(layer.ffn, DenseFfn)
+        if isinstance(layer.ffn, DenseFfn):
+            operand = self.attend(layer, kv, rows, hidden_states, operand, layer.ffn.norm)
+            return self._dense(layer.ffn, hidden_states, operand, next_norm)
+        self.attend(layer, kv, rows, hidden_states, operand)
+        self.experts(layer.ffn, hidden_states)
+        return None
+
+    def attend(
+        self,
+        layer: Layer,
+        kv: CudaKvCache,
+        rows: Rows,
+        hidden_states: torch.Tensor,
+        operand: Operand | None = None,
+        ffn_norm: Norm | None = None,
+    ) -> Operand | None:
+        """A layer up to its feed-forward; with that one's norm, returns what it begins with."""
         operand = operand or self._operand(layer.norm, hidden_states)
         attended = self._attention(layer, kv, rows, operand)
-        ffn_norm = layer.ffn.norm if dense else None
-        operand = self._onto(layer.output, attended, layer.post_norm, hidden_states, ffn_norm)
-        if isinstance(layer.ffn, DenseFfn):
-            return self._dense(layer.ffn, hidden_states, operand, next_norm)
-        self._experts(layer.ffn, hidden_states)
-        return None
+        return self._onto(layer.output, attended, layer.post_norm, hidden_states, ffn_norm)
 
     def logits(self, head: Head, hidden_states: torch.Tensor, operand: Operand | None = None) -> torch.Tensor:
         """f32 [n, hidden_size] -> f32 [n, vocab_size]."""
@@ -372,7 +383,8 @@ class Forward:
             self.linear.gated(ffn.activation, both, inner, width // 2, width // 2, tiled=tiled)
         return self._onto(ffn.down, inner, ffn.post_norm, hidden_states, next_norm)
 
-    def _experts(self, ffn: MoeFfn, hidden_states: torch.Tensor) -> None:
+    def experts(self, ffn: MoeFfn, hidden_states: torch.Tensor) -> None:
+        """A layer from its router on: all that it is told is the residual stream."""
         num_rows, size = hidden_states.shape
         used, num_experts = ffn.num_used, len(ffn.router)
         chosen = torch.empty((num_rows, used), dtype=torch.int32, device=self.device)

@@ -1,4 +1,5 @@
-"""Layers of a GPU stage that the host's cores compute, on the blobs in host memory, while the link is busy.
+"""Layers of a GPU stage, or their experts, that the host's cores compute while the link is busy, on the blobs
+in host memory.
 
 Hidden states cross as float32 through pinned memory. K and V live in host memory (host_kv.py).
 """
@@ -26,6 +27,7 @@ class HostLayers:
     def __init__(self, threads: int) -> None:
         self._cpu = CpuBackend(threads or max(1, len(usable_cores()) - 1))
         self._layers: dict[int, Any] = {}
+        self._without_attention: set[int] = set()
         self._arrived = torch.cuda.Event()
         self._crossing: torch.Tensor | None = None  # f32 [rows, hidden_size], pinned
         self._kv: HostKv | None = None
@@ -34,8 +36,10 @@ class HostLayers:
         # Told of each run, by the host's clock: when it was called, had its hidden states, and was through.
         self.ran: Callable[[Sequence[int], float, float, float], None] = lambda layers, *times: None
 
-    def prepare(self, spec: LayerSpec, raw: RawTensors) -> None:
+    def prepare(self, spec: LayerSpec, raw: RawTensors, experts_only: bool) -> None:
         self._layers[spec.index] = self._cpu.prepare_layer(spec, raw)
+        if experts_only:
+            self._without_attention.add(spec.index)
 
     def allocate_kv(
         self,
@@ -69,6 +73,9 @@ class HostLayers:
         self._arrived.synchronize()
         arrived = time.perf_counter()
         for layer in layers:
+            if layer in self._without_attention:
+                self._cpu.run_feed_forward(self._layers[layer], here)
+                continue
             kv.before_host(layer, batch)
             self._cpu.run_layer(self._layers[layer], kv.host, batch, here)
             kv.after_host(layer, batch)

@@ -1,4 +1,5 @@
-"""The layers of a GPU stage whose weights do not stay on the GPU: streamed to it, or computed by the host.
+"""The layers of a GPU stage whose weights do not stay on the GPU: streamed to it, or computed by the host; or
+of which only the experts are so, and the rest stays.
 
 Their matrices live once in host memory, as the file's bytes: in the pinned pool as far as it goes, else in
 the file. What is small (norms, biases, rotary tables) is on the GPU for every layer. Which layers the host
@@ -7,9 +8,9 @@ computes depends on the rows of a step: with more of them arithmetic takes the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,25 +24,21 @@ from stage.backends.cuda.forward import Forward, Rows
 from stage.backends.cuda.host_layers import HostLayers
 from stage.backends.cuda.host_pool import BlobLayout, HostPool, fill, raw_tensors_in
 from stage.backends.cuda.kv_cache import CudaKvCache
-from stage.backends.cuda.linear import Linear
 from stage.backends.cuda.pace import Pace
 from stage.backends.cuda.read_ahead import ReadAhead
-from stage.backends.cuda.repack import PackedMatrix, packed_bytes
-from stage.backends.cuda.repacker import MatrixRecipe, Source
+from stage.backends.cuda.repacker import MatrixRecipe
+from stage.backends.cuda.streamed_weights import StreamedLoader, matrix_refs, slot_bytes
 from stage.backends.cuda.streaming import WeightStream
-from stage.backends.cuda.tile_map import tile_map
-from stage.backends.cuda.weights import Layer, WeightLoader
-from stage.model.spec import LayerSpec, TensorRef, tensor_refs
-from stage.placement import RING_SLOTS, Place, pinned_layers
+from stage.backends.cuda.weights import Layer, MoeFfn
+from stage.model.spec import LayerSpec, tensor_refs
+from stage.placement import RING_SLOTS, Place, Prediction, pinned_layers
 from stage.weights.loader import raw_tensors
-from stage.weights.quants import RawTensor
 
 if TYPE_CHECKING:
     from stage.backends.cuda.pieces import RunPiece
 
 FEW_ROWS = 2  # most rows of a step that runs as `places` say
 HOST_ROWS = 16  # most rows of a prefill whose host layers the host computes; of decode it is any number
-_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class OffloadedLayers:
         `batch_places`: in larger ones (the same, but that host layers may be streamed). Takes the pinned
         pool, and on the GPU the slots.
 
-        Raises UnsupportedModelError for a layer that cannot be streamed (matrices of F32 or BF16),
+        Raises UnsupportedModelError for a layer that cannot be streamed (rows of each expert's matrix),
         OutOfCapacityError where the pinned pool is too small for the ring that reads the rest.
         """
         from cuda.bindings import driver
@@ -79,12 +76,8 @@ class OffloadedLayers:
         self._batch_places = {spec.index: batch_places[spec.index] for spec in specs}
         offloaded = [spec for spec in specs if places[spec.index] != Place.RESIDENT]
         raws = {spec.index: raw_tensors(file, tensor_refs(spec)) for spec in offloaded}
-        for spec in offloaded:
-            for ref in matrix_refs(spec):
-                tile_map(raws[spec.index][ref].ggml_type)
-        self._layouts = {
-            spec.index: BlobLayout.of(file, raws[spec.index], matrix_refs(spec)) for spec in offloaded
-        }
+        refs = {spec.index: matrix_refs(spec, places[spec.index].is_split) for spec in offloaded}
+        self._layouts = {i: BlobLayout.of(file, raws[i], refs[i]) for i in refs}
         indices = list(self._layouts)
         chosen, _ = pinned_layers(
             [self.places[i] for i in indices], [self._layouts[i].nbytes for i in indices], pinned_bytes
@@ -93,10 +86,10 @@ class OffloadedLayers:
         largest = max(layout.nbytes for layout in self._layouts.values())
         in_ring = {i: layout for i, layout in self._layouts.items() if i not in pinned}
         pool_bytes = sum(self._layouts[i].nbytes for i in pinned) + (RING_SLOTS * largest if in_ring else 0)
-        hosts = any(place == Place.HOST for place in self.places.values())
-        tile_bytes = max(_slot_bytes(spec, raws[spec.index]) for spec in offloaded)
-        self._recipes: dict[int, list[MatrixRecipe]] = {}
-        self._loader: _NotingLoader | None = _NotingLoader(self.device)
+        hosts = any(place.on_host for place in self.places.values())
+        tile_bytes = max(slot_bytes(raws[i][ref] for ref in refs[i]) for i in refs)
+        self._recipes: dict[int, tuple[MatrixRecipe, ...]] = {}
+        self._loader: StreamedLoader | None = StreamedLoader(self.device)
         with ExitStack() as owned:  # memory that stays registered where it was unmapped spoils its address
             self._pool = pool = HostPool(pool_bytes, driver)
             owned.callback(pool.close)
@@ -117,49 +110,30 @@ class OffloadedLayers:
             )
             owned.callback(self.stream.close)
             self._owned = owned.pop_all()
-        self._few_order = self._order(self.places, Place.STREAMED)
-        self._batch_order = self._order(self._batch_places, Place.STREAMED)
-        self._prefill_order = self._order(self.places, Place.STREAMED, Place.HOST)
-        self._pace = Pace()
+        self._few_order = tuple(i for i, place in self.places.items() if place.streamed)
+        self._batch_order = tuple(i for i, place in self._batch_places.items() if place.streamed)
+        self._prefill_order = tuple(refs)
+        self._last_layer = specs[-1].index
+        self._pace: Pace | None = None  # of what users wait for: not yet while everything is warmed up
         self.around: Callable[[RunPiece], RunPiece] | None = None  # what runs a step's pieces, to time them
         self._on_host: frozenset[int] = frozenset()  # in the step that has begun
 
     # --- load ---------------------------------------------------------------------------------------------
 
     def prepare(self, spec: LayerSpec, raw: RawTensors) -> OffloadedLayer:
-        """Takes the GPU memory of one layer while it works."""
         if self._loader is None:
             raise PipeLLMError("layers were prepared after the first step: a fault")
-        self._loader.noted.clear()
-        layer = self._loader.layer(spec, raw)
         layout = self._layouts[spec.index]
-        refs = {id(tensor): ref for ref, tensor in raw.items()}
-        offsets: dict[int, int] = {}
-        recipes, end = [], 0
-        for packed, parts, interleaved in self._loader.noted:
-            sources = tuple(_source(part, layout.tensors[refs[id(part)]].offset) for part in parts)
-            experts = packed.tiles.shape[0] if packed.tiles.ndim == 4 else 1
-            recipes.append(
-                MatrixRecipe(
-                    parts[0].ggml_type,
-                    sources,
-                    interleaved,
-                    parts[0].data.shape[-1],
-                    packed.columns,
-                    experts,
-                    end,
-                )
-            )
-            offsets[id(packed)] = end
-            end += -(-packed.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._recipes[spec.index] = recipes
-        views = tuple(_moved(layer, offsets, slot) for slot in self.stream.tile_slots)
+        streamed = self._loader.streamed(spec, raw, layout)
+        self._recipes[spec.index] = streamed.recipes
+        views = tuple(streamed.view(slot) for slot in self.stream.tile_slots)
         blob = self._blobs.pinned.get(spec.index)
         if blob is not None:
             fill(layout, blob)
-        if self.host is not None and self.places[spec.index] == Place.HOST:
+        place = self.places[spec.index]
+        if self.host is not None and place.on_host:
             ours = raw if blob is None else {**raw, **raw_tensors_in(layout, blob)}
-            self.host.prepare(spec, ours)
+            self.host.prepare(spec, ours, place.is_split)
         return OffloadedLayer(spec, views)
 
     def allocate_kv(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> CudaKvCache:
@@ -183,6 +157,8 @@ class OffloadedLayers:
             self.begin_decode(batch.num_rows)
             return
         self._end_of_load()
+        if self._pace is not None:
+            self._pace.chunk(batch.num_rows)
         self._on_host = frozenset()
         pairs = zip(self._prefill_order, self._few_order, strict=False)
         common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(self._few_order))
@@ -190,11 +166,21 @@ class OffloadedLayers:
 
     def begin_decode(self, num_rows: int) -> None:
         self._end_of_load()
-        self._pace.step(num_rows)
+        if self._pace is not None:
+            self._pace.step(num_rows)
         few = num_rows <= FEW_ROWS
         places = self.places if few else self._batch_places
-        self._on_host = frozenset(index for index, place in places.items() if place == Place.HOST)
+        self._on_host = frozenset(index for index, place in places.items() if place.on_host)
         self.stream.follow(self._few_order if few else self._batch_order)
+
+    def ran(self, index: int) -> None:
+        """Any layer of the stage, wherever it lies, was issued by itself: not in a decode step's pieces."""
+        if self._pace is not None and index == self._last_layer:
+            self._pace.chunk_ends()
+
+    def keep_pace(self, expected: Prediction | None) -> None:
+        """From now on steps are timed, and held against what was expected."""
+        self._pace = Pace(expected)
 
     def _end_of_load(self) -> None:
         """What preparing layers took is given back: others may want it, and the budget counts it."""
@@ -207,11 +193,17 @@ class OffloadedLayers:
     ) -> None:
         """hidden_states: f32 [rows, hidden_size] on the GPU, changed in place."""
         index = layer.spec.index
+        is_split = self.places[index].is_split
+        if is_split:
+            self._forward.attend(layer.views[0], kv, rows, hidden_states)
         if index in self._on_host:
             self.run_host((index,), batch, hidden_states)
             return
         view = layer.views[self.acquire(index, batch)]
-        self._forward.layer(view, kv, rows, hidden_states)
+        if is_split:
+            self._forward.experts(experts_of(view), hidden_states)
+        else:
+            self._forward.layer(view, kv, rows, hidden_states)
         self.release(index, batch, soon=batch.num_rows > HOST_ROWS)
 
     def acquire(self, index: int, batch: Batch | None) -> int:
@@ -228,7 +220,7 @@ class OffloadedLayers:
             self.host.kv.after_gpu(index, batch, soon)
 
     def needs_batch(self, index: int) -> bool:
-        """Whether the host computes this layer in some steps."""
+        """Whether the host computes this layer's attention in some steps: its K and V are on both sides."""
         return self.places[index] == Place.HOST
 
     # --- decode in pieces -----------------------------------------------------------------------------------
@@ -271,8 +263,11 @@ class OffloadedLayers:
     def close(self) -> None:
         self._owned.close()
 
-    def _order(self, places: Mapping[int, Place], *wanted: Place) -> tuple[int, ...]:
-        return tuple(index for index, place in places.items() if place in wanted)
+
+def experts_of(layer: Layer) -> MoeFfn:
+    if not isinstance(layer.ffn, MoeFfn):
+        raise PipeLLMError(f"layer {layer.spec.index} has no experts, and was placed as if it had: a fault")
+    return layer.ffn
 
 
 class _Blobs:
@@ -305,53 +300,3 @@ class _Blobs:
         if self._ring is not None:
             self._ring.close()
         self.pinned.clear()
-
-
-class _NotingLoader(WeightLoader):
-    """Also notes of which raw tensors each matrix was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.noted: list[tuple[PackedMatrix, Sequence[RawTensor], bool]] = []
-
-    def _matrix(self, parts: Sequence[RawTensor], columns: int, interleaved: bool) -> PackedMatrix:
-        packed = super()._matrix(parts, columns, interleaved)
-        self.noted.append((packed, parts, interleaved))
-        return packed
-
-
-def matrix_refs(spec: LayerSpec) -> Iterator[TensorRef]:
-    attention, ffn = spec.attention, spec.ffn
-    for linear in (attention.q, attention.k, attention.v, attention.output, ffn.gate, ffn.up, ffn.down):
-        yield linear.weight
-
-
-def _slot_bytes(spec: LayerSpec, raw: RawTensors) -> int:
-    """At least what the layer's tiles take: parts that share a matrix share its padding."""
-    total = 0
-    for ref in matrix_refs(spec):
-        tensor = raw[ref]
-        stacked = int(np.prod(tensor.shape[:-2], dtype=np.int64))
-        total += stacked * packed_bytes(tensor.ggml_type, tensor.shape[-2], tensor.shape[-1]) + _ALIGNMENT
-    return total
-
-
-def _source(part: RawTensor, offset: int) -> Source:
-    rows, row_bytes = part.data.shape[-2:]
-    return Source(offset, rows, rows * row_bytes)
-
-
-def _moved(layer: Layer, offsets: Mapping[int, int], slot: torch.Tensor) -> Layer:
-    """The layer with its tiles in a slot."""
-
-    def matrix(packed: PackedMatrix) -> PackedMatrix:
-        start = offsets[id(packed)]
-        return replace(packed, tiles=slot[start : start + packed.nbytes].view(packed.tiles.shape))
-
-    def linear(one: Linear) -> Linear:
-        return replace(
-            one, segments=tuple(replace(segment, matrix=matrix(segment.matrix)) for segment in one.segments)
-        )
-
-    ffn = replace(layer.ffn, gate_up=linear(layer.ffn.gate_up), down=linear(layer.ffn.down))
-    return replace(layer, qkv=linear(layer.qkv), output=linear(layer.output), ffn=ffn)

@@ -1,7 +1,8 @@
 """A decode step in pieces that graphs can hold, where some of its layers do not stay on the GPU.
 
 Between two pieces lies what a graph cannot hold: a wait for a slot, the release of one, a run of layers on
-the host. A stage whose layers are all resident has one piece, the whole step.
+the host. Where a layer's experts lie apart, its attention goes with what is before. A stage whose layers are
+all resident has one piece, the whole step.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import torch
 
 from common.errors import PipeLLMError
 from stage.backends.base import Batch, DecodeRow, make_batch
-from stage.backends.cuda.offload import FEW_ROWS, OffloadedLayer, OffloadedLayers
-from stage.backends.cuda.weights import Layer
-from stage.placement import Place
+from stage.backends.cuda.offload import FEW_ROWS, OffloadedLayer, OffloadedLayers, experts_of
+from stage.backends.cuda.weights import Attention, Experts, Layer, Part
 
 AnyLayer = Layer | OffloadedLayer
 
@@ -25,9 +25,9 @@ class Piece:
     number: int
     is_first: bool
     is_last: bool
-    host: tuple[int, ...]  # layers that the host computes before
+    host: tuple[int, ...]  # layers that the host computes before, or their experts
     streamed: int | None  # the first of `layers`, if it is one that is streamed
-    layers: tuple[Layer, ...]  # on the GPU; their addresses do not change from step to step
+    layers: tuple[Part, ...]  # on the GPU; their addresses do not change from step to step
 
 
 RunPiece = Callable[[Piece], None]
@@ -47,7 +47,7 @@ class StepPieces:
     def host_batch(self, rows: Sequence[DecodeRow], ahead: int, block_size: int) -> Batch | None:
         """The rows as the host computes them, `ahead` iterations on; None where it computes nothing."""
         offloaded = self._offloaded
-        if offloaded is None or not any(map(offloaded.needs_batch, offloaded.places)):
+        if offloaded is None or offloaded.host is None:
             return None
         return make_batch([(row.position + ahead, 1, row.block_table) for row in rows], block_size)
 
@@ -85,7 +85,7 @@ class StepPieces:
 class _Run:
     host: list[int] = field(default_factory=list)
     streamed: int | None = None
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[Part] = field(default_factory=list)
 
 
 def _pieces(layers: Sequence[AnyLayer], offloaded: OffloadedLayers | None, few: bool) -> tuple[Piece, ...]:
@@ -95,17 +95,23 @@ def _pieces(layers: Sequence[AnyLayer], offloaded: OffloadedLayers | None, few: 
         last = runs[-1]
         if isinstance(layer, Layer):
             last.layers.append(layer)
-        elif offloaded is None:
+            continue
+        if offloaded is None:
             raise PipeLLMError(f"layer {layer.spec.index} is not on the GPU, and nothing streams it: a fault")
-        elif offloaded.decode_places(few)[layer.spec.index] == Place.HOST:
+        place = offloaded.decode_places(few)[layer.spec.index]
+        if place.is_split:
+            last.layers.append(Attention(layer.views[0]))  # which all views share
+            runs.append(last := _Run())
+        if place.on_host:
             if last.layers or len(runs) == 1:
                 runs.append(last := _Run())
             last.host.append(layer.spec.index)
         else:
             if last.layers:
                 runs.append(last := _Run())
+            view = offloaded.decode_view(layer, few)
             last.streamed = layer.spec.index
-            last.layers.append(offloaded.decode_view(layer, few))
+            last.layers.append(Experts(experts_of(view)) if place.is_split else view)
     return tuple(
         Piece(number, number == 0, number == len(runs) - 1, tuple(run.host), run.streamed, tuple(run.layers))
         for number, run in enumerate(runs)

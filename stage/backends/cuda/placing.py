@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from common.errors import OutOfCapacityError, UnsupportedModelError
+from common.errors import ConfigError, OutOfCapacityError, UnsupportedModelError
 from common.gguf.reader import GGUFFile
 from common.log import get_logger
 from common.sizes import gib
@@ -25,14 +25,23 @@ from stage.backends.cpu.backend import CpuBackend
 from stage.backends.cpu.cores import usable_cores
 from stage.backends.cuda.host_pool import BlobLayout, HostPool
 from stage.backends.cuda.kv_cache import kv_bytes_per_token
-from stage.backends.cuda.offload import matrix_refs
 from stage.backends.cuda.repack import packed_bytes
-from stage.backends.cuda.tile_map import MOVED_TYPES
+from stage.backends.cuda.streamed_weights import matrix_refs
 from stage.backends.host_memory import host_memory_budget_bytes
 from stage.backends.timing import active_share
 from stage.memory_settings import MemorySettings, parse_amount, parse_places
-from stage.model.spec import LayerSpec, tensor_refs
-from stage.placement import Budgets, LayerSize, Place, Placement, Rates, choose, describe, measure
+from stage.model.spec import LayerSpec, MoeFfnSpec, tensor_refs
+from stage.placement import (
+    Budgets,
+    LayerSize,
+    PartSize,
+    Place,
+    Placement,
+    Rates,
+    choose,
+    describe,
+    measure,
+)
 from stage.weights.loader import raw_tensors
 
 if TYPE_CHECKING:
@@ -67,24 +76,34 @@ def place(backend: CudaBackend, request: Request, settings: MemorySettings) -> t
         return None
     if not any(size.streamable for size in sizes):
         raise OutOfCapacityError(
-            f"{gib(needed)} of layers and KV cache do not fit into {gib(free)} of GPU memory, and matrices "
-            "of F32 or BF16 cannot be streamed: give this stage fewer layers"
+            f"{gib(needed)} of layers and KV cache do not fit into {gib(free)} of GPU memory, and rows of "
+            "each expert's matrix cannot be streamed by themselves: give this stage fewer layers"
         )
     host = host_budget_bytes(settings)
     pinned = parse_amount(settings.pinned_memory, host)
     budgets = Budgets(free, host, min(host, int(host * _PINNED_SHARE) if pinned is None else pinned))
+    places = explicit_places(request.layers, settings.placement)
     rates = measure_rates(backend, request)
-    if settings.placement == "auto":
-        placement = choose(sizes, budgets, rates)
-    else:
-        named = parse_places(settings.placement)
-        places = [named.get(layer.index, Place.RESIDENT) for layer in request.layers]
-        placement = measure(sizes, places, budgets, rates)
+    placement = choose(sizes, budgets, rates) if places is None else measure(sizes, places, budgets, rates)
     get_logger().info(
         "placement", plan=describe(placement), link_gb_s=round(rates.link / 1e9, 1),
         host_gb_s=round(rates.host / 1e9, 1), file_gb_s=round(rates.file / 1e9, 1),
     )  # fmt: skip
     return placement, rates
+
+
+def explicit_places(layers: Sequence[LayerSpec], setting: str) -> list[Place] | None:
+    """What the setting says of these layers; None for auto.
+
+    Raises ConfigError where it names the experts of a layer that has none."""
+    if setting == "auto":
+        return None
+    named = parse_places(setting)
+    places = [named.get(layer.index, Place.RESIDENT) for layer in layers]
+    for layer, place in zip(layers, places, strict=True):
+        if place.is_split and not isinstance(layer.ffn, MoeFfnSpec):
+            raise ConfigError(f"placement: layer {layer.index} has no experts, so it cannot be {place.value}")
+    return places
 
 
 def host_budget_bytes(settings: MemorySettings) -> int:
@@ -95,19 +114,31 @@ def host_budget_bytes(settings: MemorySettings) -> int:
 
 def _size(request: Request, layer: LayerSpec) -> LayerSize:
     raw = raw_tensors(request.file, tensor_refs(layer))
-    refs = list(matrix_refs(layer))
-    packed = sum(
-        int(np.prod(raw[ref].shape[:-2], dtype=np.int64))
-        * packed_bytes(raw[ref].ggml_type, raw[ref].shape[-2], raw[ref].shape[-1])
-        for ref in refs
+    streamable = True
+
+    def part(experts_only: bool, share: float) -> PartSize:
+        nonlocal streamable
+        refs = matrix_refs(layer, experts_only)
+        packed = sum(
+            int(np.prod(raw[ref].shape[:-2], dtype=np.int64))
+            * packed_bytes(raw[ref].ggml_type, raw[ref].shape[-2], raw[ref].shape[-1])
+            for ref in refs
+        )
+        try:
+            return PartSize(packed, BlobLayout.of(request.file, raw, refs).nbytes, share)
+        except UnsupportedModelError:
+            streamable = False
+            return PartSize(packed, packed, share)
+
+    ffn = layer.ffn
+    whole = part(False, active_share(request.file, layer))
+    experts = (
+        part(True, ffn.num_experts_used / ffn.num_experts) if isinstance(ffn, MoeFfnSpec) else PartSize()
     )
-    streamable = all(raw[ref].ggml_type in MOVED_TYPES for ref in refs)
-    try:
-        raw_bytes = BlobLayout.of(request.file, raw, refs).nbytes
-    except UnsupportedModelError:
-        streamable, raw_bytes = False, packed
     kv_bytes = kv_bytes_per_token(layer) * request.kv_tokens
-    return LayerSize(packed, raw_bytes, kv_bytes, active_share(request.file, layer), streamable)
+    return LayerSize(
+        whole.packed_bytes, whole.raw_bytes, kv_bytes, whole.active_share, streamable, experts
+    )
 
 
 # --- rates --------------------------------------------------------------------------------------------------
@@ -153,9 +184,9 @@ def link_rate(device: torch.device) -> float:
     """Bytes a second from pinned memory to the GPU, with nothing else to do."""
     from cuda.bindings import driver
 
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)  # makes the context, if none is there
     pool = HostPool(_COPY_BYTES, driver)
     try:
-        target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
         return _Link(driver, pool.take(_COPY_BYTES), target).rate()
     finally:
         torch.cuda.synchronize(device)

@@ -8,7 +8,7 @@ matrices become f16 after multiplication by a power of two: that is what an f16 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,10 @@ TILE_BYTES = {
     GGMLType.F32: 8192,
 }
 
-_CHUNK_ELEMENTS = 1 << 25  # rearranged at once; bounds the temporaries
+CONVERTED_TYPES = frozenset({GGMLType.F32, GGMLType.BF16})  # of the other types, bits are moved
+_PLAIN_TYPES = CONVERTED_TYPES | {GGMLType.F16}
+
+PIECE_ELEMENTS = 1 << 25  # rearranged at once; bounds the temporaries
 
 
 @dataclass(frozen=True)
@@ -69,42 +72,80 @@ class PackedMatrix:
 
 
 def packed_bytes(ggml_type: GGMLType, rows: int, columns: int) -> int:
-    """Bytes a matrix takes once packed."""
+    """Bytes a matrix takes once packed. Raises UnsupportedModelError for a type without kernels."""
+    _check_type(ggml_type)
     return -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS) * TILE_BYTES[ggml_type]
 
 
 def pack(raw: torch.Tensor, ggml_type: GGMLType, columns: int) -> PackedMatrix:
     """raw: uint8 [rows, row_bytes] as the file stores them, on any device. The result is on the same
     device."""
-    if ggml_type not in TILE_BYTES:
-        raise UnsupportedModelError(f"the CUDA backend has no kernels for tensors of type {ggml_type.name}")
-    if columns % 4:
-        raise UnsupportedModelError(f"the CUDA backend needs rows of a multiple of 4 elements, not {columns}")
+    _check(ggml_type, columns)
     rows = raw.shape[0]
     row_tiles, column_tiles = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
-    block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
-    row_bytes = column_tiles * TILE_COLUMNS // block_elements * block_bytes
     tiles = torch.empty(
         (row_tiles, column_tiles, TILE_BYTES[ggml_type]), dtype=torch.uint8, device=raw.device
     )
-    step = max(1, _CHUNK_ELEMENTS // (column_tiles * TILE_COLUMNS * TILE_ROWS)) * TILE_ROWS
+    step = max(1, PIECE_ELEMENTS // (column_tiles * TILE_COLUMNS * TILE_ROWS)) * TILE_ROWS
     largest = 0.0
-    plain = ggml_type in (GGMLType.F16, GGMLType.BF16, GGMLType.F32)
-    power = _plain_power(raw, ggml_type) if plain else 0
+    plain = ggml_type in _PLAIN_TYPES
+    power = _plain_power(raw.split(step), ggml_type) if plain else 0
     for start in range(0, rows, step):
-        part = raw[start : start + step]
-        missing = -len(part) % TILE_ROWS
-        if missing or part.shape[1] != row_bytes:
-            part = torch.nn.functional.pad(part, (0, row_bytes - part.shape[1], 0, missing))
-        blocks = part.reshape(len(part), -1, block_bytes)
-        out = tiles[start // TILE_ROWS : start // TILE_ROWS + len(part) // TILE_ROWS]
+        blocks = _whole_tiles(raw[start : start + step], ggml_type, columns)
+        out = tiles[start // TILE_ROWS : start // TILE_ROWS + len(blocks) // TILE_ROWS]
         if plain:
             out.copy_(_plain(blocks, ggml_type, power))
             continue
         planes, scale = _PACKERS[ggml_type](blocks)
         torch.cat([plane.reshape(*out.shape[:2], -1) for plane in planes], dim=-1, out=out)
         largest = max(largest, scale)
-    if plain:
+    return _packed(tiles, ggml_type, power, largest, rows, columns)
+
+
+def describe(pieces: Iterable[torch.Tensor], ggml_type: GGMLType, shape: tuple[int, ...]) -> PackedMatrix:
+    """What `pack` makes of a matrix, or a stack of them, but for the tiles, which have a shape and no memory.
+
+    pieces: uint8 [n, row_bytes], together all rows of the stack, in any order, on any device; shape:
+    [..., rows, columns].
+    """
+    *stack, rows, columns = shape
+    _check(ggml_type, columns)
+    power, largest = 0, 0.0
+    if ggml_type in _PLAIN_TYPES:
+        power = _plain_power(pieces, ggml_type)
+    else:
+        for piece in pieces:
+            largest = max(largest, _PACKERS[ggml_type](_whole_tiles(piece, ggml_type, columns))[1])
+    tiles_shape = (*stack, -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS), TILE_BYTES[ggml_type])
+    tiles = torch.empty(tiles_shape, dtype=torch.uint8, device="meta")
+    return _packed(tiles, ggml_type, power, largest, rows, columns)
+
+
+def _check_type(ggml_type: GGMLType) -> None:
+    if ggml_type not in TILE_BYTES:
+        raise UnsupportedModelError(f"the CUDA backend has no kernels for tensors of type {ggml_type.name}")
+
+
+def _check(ggml_type: GGMLType, columns: int) -> None:
+    _check_type(ggml_type)
+    if columns % 4:
+        raise UnsupportedModelError(f"the CUDA backend needs rows of a multiple of 4 elements, not {columns}")
+
+
+def _whole_tiles(raw: torch.Tensor, ggml_type: GGMLType, columns: int) -> torch.Tensor:
+    """Rows, padded with zeros to whole tiles: uint8 [rows, blocks, block_bytes]."""
+    block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
+    row_bytes = -(-columns // TILE_COLUMNS) * TILE_COLUMNS // block_elements * block_bytes
+    missing = -len(raw) % TILE_ROWS
+    if missing or raw.shape[1] != row_bytes:
+        raw = torch.nn.functional.pad(raw, (0, row_bytes - raw.shape[1], 0, missing))
+    return raw.reshape(len(raw), -1, block_bytes)
+
+
+def _packed(
+    tiles: torch.Tensor, ggml_type: GGMLType, power: int, largest: float, rows: int, columns: int
+) -> PackedMatrix:
+    if ggml_type in _PLAIN_TYPES:
         return PackedMatrix(tiles, "F16", 0, 2.0**-power, rows, columns)
     # The largest scale lands in [2^14, 2^15). A quant is read as q 2^-24, or q 2^-20 where no nibbles lie
     # below.
@@ -121,11 +162,11 @@ def _floats(raw: torch.Tensor, ggml_type: GGMLType) -> torch.Tensor:
     return raw.contiguous().view(dtype[ggml_type])
 
 
-def _plain_power(raw: torch.Tensor, ggml_type: GGMLType) -> int:
+def _plain_power(pieces: Iterable[torch.Tensor], ggml_type: GGMLType) -> int:
     """The power of two that brings the largest value of a BF16 or F32 matrix under 1; f16 stays as it is."""
     if ggml_type == GGMLType.F16:
         return 0
-    largest = float(_floats(raw, ggml_type).abs().amax())
+    largest = float(torch.stack([_floats(piece, ggml_type).abs().amax() for piece in pieces]).amax())
     return 0 if largest == 0 or not math.isfinite(largest) else -math.frexp(largest)[1]
 
 

@@ -1,22 +1,23 @@
 """The file's bytes of a layer to the tiles that `WeightLoader` makes of them, on the GPU, bit for bit.
 
 A `MatrixRecipe` says where a packed matrix's raw rows lie in a layer's blob and where its tiles go in a slot;
-what is done to them is `kernels/repack.cu`.
+what is done to them is `kernels/repack.cu`: bits are moved, or F32 and BF16 values become f16.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from ctypes import c_int, c_uint64, c_void_p
+from ctypes import c_float, c_int, c_uint64, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as GGMLType
 
 from stage.backends.cuda.launch import Kernels
-from stage.backends.cuda.repack import TILE_COLUMNS, TILE_ROWS
+from stage.backends.cuda.repack import CONVERTED_TYPES, TILE_COLUMNS, TILE_ROWS
 from stage.backends.cuda.tile_map import TileMap, tile_map
 
 _CHUNK_BYTES = 36 << 10  # of raw rows in shared memory, about; what a plain launch may ask for is 48 KiB
@@ -36,6 +37,7 @@ class RepackArgs(ctypes.Structure):
         ("chunk_tiles", c_int),
         ("column_tiles", c_int),
         ("tile_words", c_int),
+        ("factor", c_float),
         ("fields", c_void_p),
         ("flips", c_void_p),
         ("tiles", c_void_p),
@@ -60,6 +62,7 @@ class MatrixRecipe:
     columns: int
     experts: int
     packed_offset: int
+    factor: float = 1.0  # what F32 and BF16 values are multiplied by
 
     @property
     def rows(self) -> int:
@@ -81,6 +84,10 @@ class Repacker:
 
     def run(self, recipe: MatrixRecipe, blob: int, slot: int) -> None:
         """On torch's current stream; `blob` and `slot` are device addresses."""
+        if recipe.ggml_type in CONVERTED_TYPES:
+            args, grid = conversion(recipe, blob, slot)
+            self._kernels.launch("repack.cu", f"convert<{element_bytes(recipe.ggml_type)}>", grid, 256, args)
+            return
         on_device = self._map(recipe.ggml_type)
         args, grid = arguments(recipe, on_device.map, on_device.chunk_tiles, blob, slot)
         args.fields, args.flips = on_device.fields.data_ptr(), on_device.flips.data_ptr()
@@ -111,6 +118,29 @@ def arguments(
     recipe: MatrixRecipe, found: TileMap, tiles: int, blob: int, slot: int
 ) -> tuple[RepackArgs, tuple[int, int, int]]:
     """The kernel's arguments but for the maps' addresses, and its grid."""
+    args, (column_tiles, row_tiles, experts) = _rows(recipe, blob, slot, tiles * found.raw_row_bytes)
+    args.tile_row_bytes = found.raw_row_bytes
+    args.chunk_tiles = tiles
+    args.tile_words = found.tile_bytes // 4
+    return args, (-(-column_tiles // tiles), row_tiles, experts)
+
+
+def conversion(recipe: MatrixRecipe, blob: int, slot: int) -> tuple[RepackArgs, tuple[int, int, int]]:
+    """Arguments and grid of the kernel for types that are converted."""
+    args, grid = _rows(recipe, blob, slot, 8 * element_bytes(recipe.ggml_type))
+    args.factor = recipe.factor
+    return args, grid
+
+
+def element_bytes(ggml_type: GGMLType) -> int:
+    return GGML_QUANT_SIZES[ggml_type][1]
+
+
+def _rows(
+    recipe: MatrixRecipe, blob: int, slot: int, at_once: int
+) -> tuple[RepackArgs, tuple[int, int, int]]:
+    """What both kernels are told of rows and tiles, and the numbers of column tiles, row tiles and experts.
+    `at_once`: bytes of a row at whose multiples they begin to read."""
     args = RepackArgs()
     addresses, end = [], 0
     for i, source in enumerate(recipe.sources):
@@ -119,15 +149,11 @@ def arguments(
         end += source.rows
         args.row_ends[i] = end
         addresses += [blob + source.offset, source.expert_bytes]
-    column_tiles = -(-recipe.columns // TILE_COLUMNS)
-    common = math.gcd(*addresses, recipe.row_bytes, tiles * found.raw_row_bytes)
+    common = math.gcd(*addresses, recipe.row_bytes, at_once)
     args.interleaved = recipe.interleaved
     args.rows = end
     args.row_bytes = recipe.row_bytes
     args.unit = next(unit for unit in (16, 4, 1) if common % unit == 0)
-    args.tile_row_bytes = found.raw_row_bytes
-    args.chunk_tiles = tiles
-    args.column_tiles = column_tiles
-    args.tile_words = found.tile_bytes // 4
+    args.column_tiles = -(-recipe.columns // TILE_COLUMNS)
     args.tiles = slot + recipe.packed_offset
-    return args, (-(-column_tiles // tiles), -(-end // TILE_ROWS), recipe.experts)
+    return args, (args.column_tiles, -(-end // TILE_ROWS), recipe.experts)

@@ -16,9 +16,9 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as GGMLType
 
 from common.errors import PipeLLMError, UnsupportedModelError
-from stage.backends.cuda.repack import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, pack
+from stage.backends.cuda.repack import CONVERTED_TYPES, TILE_BYTES, TILE_COLUMNS, TILE_ROWS, pack
 
-MOVED_TYPES = frozenset(TILE_BYTES) - {GGMLType.F32, GGMLType.BF16}
+MOVED_TYPES = frozenset(TILE_BYTES) - CONVERTED_TYPES
 
 
 @dataclass(frozen=True)

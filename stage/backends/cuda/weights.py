@@ -64,6 +64,27 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """A layer of experts without them."""
+
+    layer: Layer
+
+    @property
+    def norm(self) -> Norm:
+        return self.layer.norm
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The rest of it: router, experts and their norms."""
+
+    ffn: MoeFfn
+
+
+Part = Layer | Attention | Experts
+
+
+@dataclass(frozen=True)
 class Embedding:
     matrix: PackedMatrix
     scale: float
@@ -176,7 +197,8 @@ class WeightLoader:
         if interleaved:
             data = torch.stack([one.unflatten(-2, (-1, 8)) for one in raw], dim=-3).flatten(-4, -2)
         else:
-            data = torch.cat(raw, dim=-2)
+            data = torch.cat(raw, dim=-2) if len(raw) > 1 else raw[0]
+        del raw  # the tiles take memory, too
         return self._pack(data, parts[0], columns)
 
     def _shared(self, tensor: RawTensor) -> PackedMatrix:

@@ -206,6 +206,15 @@ int32_t pipellm_run_layers(Engine* engine, int32_t num_layers, const LayerPlan* 
   return 0;
 }
 
+int32_t pipellm_run_feed_forward(Engine* engine, const LayerPlan* plan, float* hidden_states, int32_t rows) {
+  Turn turn(engine);
+  for (int32_t start = 0; start < rows; start += kMaxRows) {
+    float* from = hidden_states + (int64_t)start * plan->hidden_size;
+    if (!run_feed_forward_rows(*engine, *plan, std::min(kMaxRows, rows - start), from)) return -1;
+  }
+  return 0;
+}
+
 int32_t pipellm_embed(Engine* engine, const Matrix* embedding, const int32_t* ids, int32_t rows, float scale,
                       float* out) {
   for (int32_t i = 0; i < rows; i++) {

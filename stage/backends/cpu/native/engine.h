@@ -79,3 +79,5 @@ Activations take_activations(Arena&, int64_t rows, int64_t width);
 int32_t chunk_rows(int32_t rows, int32_t threads, int32_t n);
 
 bool run_layer_rows(Engine&, const LayerPlan&, const KvLayer&, const BatchRows&, float* hidden_states);
+// The same without attention.
+bool run_feed_forward_rows(Engine&, const LayerPlan&, int32_t rows, float* hidden_states);

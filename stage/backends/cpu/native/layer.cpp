@@ -70,7 +70,7 @@ size_t LayerRun::layout(bool really) {
 bool LayerRun::prepare() {
   s_.rows = batch_.rows;
   s_.hidden = plan_.hidden_size;
-  s_.qkv = plan_.q.rows + plan_.k.rows + plan_.v.rows;
+  s_.qkv = attends_ ? plan_.q.rows + plan_.k.rows + plan_.v.rows : 0;
   int32_t pad = kv_.type == KV_Q8_0 ? 32 : 8;
   s_.head_pad = (plan_.head_dim + pad - 1) / pad * pad;
   s_.ffn = plan_.gate.rows;
@@ -84,7 +84,7 @@ bool LayerRun::prepare() {
     decode_ = decode_ && seq.num_rows == 1;
     context = std::max(context, seq.start_position + seq.num_rows);
   }
-  s_.splits = decode_ ? (context + kSplitKeys - 1) / kSplitKeys : 1;
+  s_.splits = !attends_ ? 0 : decode_ ? (context + kSplitKeys - 1) / kSplitKeys : 1;
   engine_.reset_counters();
   if (!engine_.arena.reset(layout(false))) return false;
   layout(true);
@@ -160,6 +160,15 @@ void LayerRun::dense(Private& own) {
 
 void LayerRun::run(int thread) {
   Private& own = own_[thread];
+  if (attends_)
+    attention(own);
+  else if (single_)
+    memcpy(own.residual, hidden_, s_.hidden * sizeof(float));
+  feed_forward(own);
+}
+
+// Leaves its output in out_.
+void LayerRun::attention(Private& own) {
   const int32_t rows = s_.rows;
   int32_t forms = form_for(engine_, plan_.q, rows) | form_for(engine_, plan_.k, rows) |
                   form_for(engine_, plan_.v, rows);
@@ -181,13 +190,17 @@ void LayerRun::run(int thread) {
   forms = form_for(engine_, plan_.output, rows);
   for_rows(own, kMerge, [&](int32_t row) { merge_heads(head_inputs(own), row, forms); });
   project(own, kOutput, plan_.output, head_inputs(own));
+}
 
-  forms = plan_.router.data
-              ? form_for(engine_, plan_.router, 1) | expert_forms(engine_, plan_.gate, rows) |
-                    expert_forms(engine_, plan_.up, rows)
-              : form_for(engine_, plan_.gate, rows) | form_for(engine_, plan_.up, rows);
+// Threads write hidden_ only behind a barrier that all of them reach after they have read it.
+void LayerRun::feed_forward(Private& own) {
+  const int32_t rows = s_.rows;
+  int32_t forms = plan_.router.data
+                      ? form_for(engine_, plan_.router, 1) | expert_forms(engine_, plan_.gate, rows) |
+                            expert_forms(engine_, plan_.up, rows)
+                      : form_for(engine_, plan_.gate, rows) | form_for(engine_, plan_.up, rows);
   for_rows(own, kFfnNorm, [&](int32_t row) {
-    add_branch(own, plan_.attn_post_norm, row);
+    if (attends_) add_branch(own, plan_.attn_post_norm, row);
     norm_into(plan_.ffn_norm, residual(own, row), inputs(own), row, forms);
     if (plan_.router.data && (!single_ || own.thread == 0)) route(own, row);
   });
@@ -203,10 +216,26 @@ void LayerRun::run(int thread) {
   });
 }
 
-bool run_layer_rows(Engine& engine, const LayerPlan& plan, const KvLayer& kv, const BatchRows& batch,
-                    float* hidden_states) {
-  LayerRun run(engine, plan, kv, batch, hidden_states);
+namespace {
+
+bool run_on_all_threads(Engine& engine, LayerRun& run) {
   if (!run.prepare()) return false;
   engine.pool->run(engine.threads, [](void* arg, int thread) { static_cast<LayerRun*>(arg)->run(thread); }, &run);
   return true;
+}
+
+}  // namespace
+
+bool run_layer_rows(Engine& engine, const LayerPlan& plan, const KvLayer& kv, const BatchRows& batch,
+                    float* hidden_states) {
+  LayerRun run(engine, plan, kv, batch, hidden_states, true);
+  return run_on_all_threads(engine, run);
+}
+
+bool run_feed_forward_rows(Engine& engine, const LayerPlan& plan, int32_t rows, float* hidden_states) {
+  const KvLayer no_kv{};
+  BatchRows batch{};
+  batch.rows = rows;
+  LayerRun run(engine, plan, no_kv, batch, hidden_states, false);
+  return run_on_all_threads(engine, run);
 }

@@ -34,8 +34,10 @@ int32_t expert_forms(const Engine&, const Matrix&, int32_t rows);
 
 class LayerRun {
  public:
-  LayerRun(Engine& engine, const LayerPlan& plan, const KvLayer& kv, const BatchRows& batch, float* hidden)
-      : engine_(engine), k_(*engine.kernels), plan_(plan), kv_(kv), batch_(batch), hidden_(hidden) {}
+  // `attends`: false leaves attention out; the feed-forward of the rows is all that is computed.
+  LayerRun(Engine& engine, const LayerPlan& plan, const KvLayer& kv, const BatchRows& batch, float* hidden,
+           bool attends)
+      : engine_(engine), k_(*engine.kernels), plan_(plan), kv_(kv), batch_(batch), hidden_(hidden), attends_(attends) {}
 
   bool prepare();
   void run(int thread);
@@ -74,6 +76,8 @@ class LayerRun {
 
   void norm_into(const Norm& norm, const float* from, Activations& x, int32_t row, int32_t forms);
   void add_branch(Private& own, const Norm& post_norm, int32_t row);
+  void attention(Private& own);
+  void feed_forward(Private& own);
   void project_qkv(Private& own);
   void rope_head(float* head, const Norm& norm, int32_t row);
   void append(int32_t row, int32_t kv_head);
@@ -97,6 +101,7 @@ class LayerRun {
   const KvLayer& kv_;
   const BatchRows& batch_;
   float* hidden_;
+  bool attends_;
   Sizes s_{};
   bool single_ = false, decode_ = false;
   Activations x_{}, heads_{}, h_{};

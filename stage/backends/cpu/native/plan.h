@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#define PIPELLM_ABI_VERSION 4
+#define PIPELLM_ABI_VERSION 5
 
 // y = W x + b. W is [rows, cols] row-major in blocks of `type` (a ggml type number).
 typedef struct {
@@ -90,6 +90,9 @@ int32_t pipellm_supports(int32_t type);
 // Layers one after the other, each with its own plan, cache and batch (they differ in the rope's table).
 int32_t pipellm_run_layers(Engine*, int32_t num_layers, const LayerPlan* const*, const KvLayer* const*,
                            const BatchRows* const*, float* hidden_states);
+// The feed-forward half of a layer, with its norms and onto the residual stream: its attention was computed elsewhere.
+// hidden_states [rows, hidden_size] is read and overwritten. 0, or -1 when out of memory.
+int32_t pipellm_run_feed_forward(Engine*, const LayerPlan*, float* hidden_states, int32_t rows);
 // out[rows, embedding.cols] = scale * embedding[ids]. 0, or -1 when an id is none of its rows.
 int32_t pipellm_embed(Engine*, const Matrix* embedding, const int32_t* ids, int32_t rows, float scale, float* out);
 // out[rows, output.rows] = softcap(W norm(hidden_states) + b); softcap 0: none

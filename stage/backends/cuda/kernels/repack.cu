@@ -1,4 +1,5 @@
-// The file's rows to tiles, on the GPU: each field of a tile is fetched from where the map says (tile_map.py).
+// The file's rows to tiles, on the GPU: each field of a tile is fetched from where the map says (tile_map.py); what has
+// no map, F32 and BF16, becomes f16.
 #include "common.cuh"
 
 struct RepackArgs {
@@ -13,6 +14,7 @@ struct RepackArgs {
     int chunk_tiles;       // columns of tiles a block repacks
     int column_tiles;
     int tile_words;
+    float factor;          // of `convert`: a power of two that values are multiplied by
     const u32* fields;     // [tile_words][32 / FIELD]: bit in the chunk's 16 rows, one behind the other
     const u32* flips;      // [tile_words]
     u8* tiles;             // [experts][row tiles][column_tiles][tile_words * 4]
@@ -72,5 +74,48 @@ __global__ void __launch_bounds__(256) repack(const __grid_constant__ RepackArgs
                 packed ^= ((u32)raw[fields[k] >> 3] >> (fields[k] & 7) & ((1u << FIELD) - 1)) << k * FIELD;
             out[t * args.tile_words + w] = packed;
         }
+    }
+}
+
+// Words of a row from `from` on, of which `stored` bytes exist: what is missing is zero.
+template <class Unit, int WORDS>
+DEVICE void load_words(const u8* from, int stored, u32 (&words)[WORDS]) {
+#pragma unroll
+    for (int i = 0; i < WORDS * 4 / (int)sizeof(Unit); i++) {
+        Unit value = {};
+        if (i * (int)sizeof(Unit) < stored) value = ((const Unit*)from)[i];
+        ((Unit*)words)[i] = value;
+    }
+}
+
+// Grid: (column tiles, row tiles, experts). BYTES: of an element, 4 for F32, 2 for BF16. Each thread makes 16 bytes of a
+// tile, [32 columns][upper][g][t]: 8 neighbouring values of a row, rounded once.
+template <int BYTES>
+__global__ void __launch_bounds__(256) convert(const __grid_constant__ RepackArgs args) {
+    dependency_wait();
+    allow_dependents();
+    const u64 tile = ((u64)blockIdx.z * gridDim.y + blockIdx.y) * args.column_tiles + blockIdx.x;
+    uint4* out = (uint4*)args.tiles + tile * 512;
+    for (int i = threadIdx.x; i < 512; i += blockDim.x) {
+        const int row = blockIdx.y * 16 + i / 4 % 16, at = (blockIdx.x * 256 + i / 64 * 32 + i % 4 * 8) * BYTES;
+        alignas(16) u32 words[2 * BYTES] = {};
+        if (row < args.rows && at < args.row_bytes) {
+            const u8* from = source_row(args, row, blockIdx.z) + at;
+            const int stored = args.row_bytes - at;
+            if (args.unit == 16)
+                load_words<uint4>(from, stored, words);
+            else if (args.unit == 4)
+                load_words<u32>(from, stored, words);
+            else
+                load_words<u8>(from, stored, words);
+        }
+        u32 packed[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const u32 low = BYTES == 4 ? words[2 * k % (2 * BYTES)] : words[k] << 16;
+            const u32 high = BYTES == 4 ? words[(2 * k + 1) % (2 * BYTES)] : words[k] & 0xffff0000u;
+            packed[k] = half2_pack(__uint_as_float(low) * args.factor, __uint_as_float(high) * args.factor);
+        }
+        out[i] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
     }
 }

@@ -18,6 +18,7 @@ from stage.backends.base import Batch, make_batch
 from stage.backends.cpu import CpuBackend, variants
 from stage.backends.reference import ReferenceBackend
 from stage.model.spec import Activation, EmbeddingSpec, RopeKind, TensorRef
+from stage.weights.quants import RawTensor
 from tests.stage.backends.cpu.random_weights import random_layer, random_raw
 
 if not variants():
@@ -91,6 +92,33 @@ def test_layers_of_any_shape(backend: CpuBackend, data: st.DataObject) -> None:
 def test_experts(backend: CpuBackend, weight_types: list[GGMLType]) -> None:
     rng = np.random.default_rng(11)
     compare(backend, rng, [40, 1, 3], weight_types=weight_types, heads=(4, 2, 64), experts=(8, 3))
+
+
+@pytest.mark.parametrize("experts", [(8, 3), None])
+@pytest.mark.parametrize("rows", [1, 2, 9, 700])
+@pytest.mark.parametrize("weight_types", [[GGMLType.F32], [GGMLType.Q4_K, GGMLType.Q6_K], [GGMLType.MXFP4]])
+def test_a_feed_forward_alone_is_the_layer_whose_attention_says_nothing(
+    backend: CpuBackend, weight_types: list[GGMLType], rows: int, experts: tuple[int, int] | None
+) -> None:
+    """Bit for bit as within a layer; and as the reference computes it."""
+    rng = np.random.default_rng(rows)
+    spec, raw = random_layer(rng, weight_types, heads=(4, 2, 64), experts=experts, post_norm=rows == 2)
+    silent = spec.attention.output.weight
+    zeros = RawTensor(np.zeros((256, 256 * 4), np.uint8), GGMLType.F32, (256, 256))
+    raw = {**raw, silent: zeros}
+    reference = ReferenceBackend()
+    batch = make_batch([(0, rows, np.arange(-(-rows // 16), dtype=np.int32))], 16)
+    hidden = torch.from_numpy(rng.standard_normal((rows, 256)).astype(np.float32))
+    whole, alone = (hidden.clone() for _ in range(2))
+    prepared = backend.prepare_layer(spec, raw)
+    backend.run_layer(prepared, backend.allocate_kv([spec], 64, 16), batch, whole)
+    backend.run_feed_forward(prepared, alone)
+    assert torch.equal(whole, alone)
+    kv = reference.allocate_kv([spec], 64, 16)
+    expected = reference.run_layer(reference.prepare_layer(spec, raw), kv, batch, hidden)
+    difference = (alone - expected).abs()
+    assert difference.square().mean().sqrt() < 1e-3 * expected.std()
+    assert not torch.equal(alone, hidden)
 
 
 def test_a_long_context_is_split_and_put_together(backend: CpuBackend) -> None:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
 from stage.backends.cuda.compile import KERNELS, Family
 from stage.backends.cuda.launch import Arguments
+from stage.weights.quants import RawTensor
 
 # A function that is PTX inside.
 _FUNCTION = re.compile(
@@ -78,3 +82,35 @@ class HostKernels:
         self.expressions.append(expression)
         found = self._library.host_launch(expression.encode(), (ctypes.c_int * 3)(*grid), threads, pointers)
         assert found, f"{expression} was not compiled for the host"
+
+    def check(self, code: object, doing: str) -> None:
+        assert code == 0, doing
+
+
+class HostUploader:
+    """In place of pinned memory and streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def bytes(self, raw: RawTensor) -> torch.Tensor:
+        return torch.from_numpy(np.array(raw.data))
+
+
+def model_kernels(folder: Path) -> HostKernels:
+    """What whole models of f16, Q8_0 and Q4_0 weights and heads of up to 64 elements are run with. Skips the
+    test where there is no compiler."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to run the device code on the host with")
+    names = {f"fma_attention_prefill<{head}>": "AttentionArgs" for head in (32, 64)}
+    names |= {f"fma_attention_decode<{head}>": "AttentionArgs, RopeArgs" for head in (32, 64)}
+    names |= {"rope": "RopeArgs", "router": "RouterArgs", "combine": "CombineArgs"}
+    names |= {"rms_norm": "NormArgs", "rms_operand": "OperandArgs", "gated<float>": "GatedArgs"}
+    for name in ("F16", "Q8_0", "Q4_0"):
+        names[f"embed<{name}>"] = "EmbedArgs"
+        for rows in (1, 8, 16):
+            for epilogue in ("STORE", "RESIDUAL", "GATED"):
+                names[f"fma_linear<{name}, {name}, {rows}, {epilogue}, 8>"] = "LinearArgs"
+    sources = ("fma_linear.cu", "fma_attention.cu", "rope.cu", "norm.cu", "experts.cu", "dequantize.cu")
+    return HostKernels(compile_on_host(compiler, folder, sources, names))

@@ -50,6 +50,7 @@ def kernels(everything: bool, family: Family) -> list[KernelName]:
         KernelName("read.cu", "read_memory"),
         *(KernelName("sample.cu", name) for name in ("greedy", "adjust", "sample<false>", "sample<true>")),
         *(KernelName("repack.cu", f"repack<{bits}>") for bits in (1, 2, 4, 8)),
+        *(KernelName("repack.cu", f"convert<{size}>") for size in (2, 4)),
     ]
     if family == Family.FMA:
         return names + fma_kernels(everything)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import shutil
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as GGMLType
 
-from stage.backends.base import make_batch
-from stage.backends.cuda.arguments import AttentionArgs, RopeArgs
 from stage.backends.cuda.compile import Family, family_of
-from stage.backends.cuda.forward import Forward, Rows
-from stage.backends.cuda.kv_cache import head_stride
+from stage.backends.cuda.forward import Forward
 from stage.backends.cuda.linear import Epilogue, Linear, LinearOps, Norm, Operand, Segment, padded
 from stage.backends.cuda.repack import TILE_BYTES, PackedMatrix, pack
 from stage.model.spec import Activation
 from stage.weights.quants import dequantize
 from tests.stage.backends.cuda.host_kernels import HostKernels, compile_on_host
+from tests.stage.backends.cuda.paged_attention import AttentionCase, check_attention, relative
 from tests.stage.backends.cuda.random_weights import random_raw
-from tests.stage.backends.cuda.test_attention_gpu import attend, turn
 
 TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
@@ -53,10 +49,6 @@ def operand(rows: int, features: int, seed: int = 0) -> torch.Tensor:
     x = torch.zeros((rows, padded(features)), dtype=torch.float16)
     x[:, :features] = torch.randn((rows, features), generator=torch.Generator().manual_seed(seed))
     return x
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 def packed(ggml_type: GGMLType, rows: int, columns: int, seed: int) -> tuple[PackedMatrix, torch.Tensor]:
@@ -158,7 +150,7 @@ def test_experts(kernels: HostKernels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "window", "softcap", "block_size", "neox", "norms"),
+    "shape",  # heads, KV heads, elements a head; window, soft cap; block size; neox, norms
     [
         (8, 2, 128, None, None, 32, False, False),
         (3, 1, 64, 20, None, 8, True, True),
@@ -166,81 +158,13 @@ def test_experts(kernels: HostKernels) -> None:
         (12, 1, 96, 70, 20.0, 64, True, False),
         (2, 1, 256, None, None, 16, False, True),
     ],
+    ids=str,
 )
-def test_attention(
-    kernels: HostKernels,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    window: int | None,
-    softcap: float | None,
-    block_size: int,
-    neox: bool,
-    norms: bool,
-) -> None:
+def test_attention(kernels: HostKernels, shape: tuple[Any, ...]) -> None:
+    sequences = ((0, 9), (70, 1), (5, 1), (60, 13), (0, 1), (310, 2), (830, 1))
     forward = Forward(kernels)  # type: ignore[arg-type]
-    stride, shift = head_stride(head_dim), block_size.bit_length() - 1
-    sequences = [(0, 9), (70, 1), (5, 1), (60, 13), (0, 1), (310, 2), (830, 1)]  # start position, rows
-    num_blocks = 2048 // block_size
-    order, tables, at = np.random.default_rng(0).permutation(num_blocks).astype(np.int32), [], 0
-    for start, count in sequences:
-        needed = -(-(start + count) // block_size)
-        tables.append(order[at : at + needed])
-        at += needed
-    batch = make_batch(
-        [(start, count, table) for (start, count), table in zip(sequences, tables, strict=True)], block_size
-    )
-    torch.manual_seed(0)
-    keys = torch.zeros((num_blocks, kv_heads, block_size, stride), dtype=torch.float16)
-    values = torch.zeros((num_blocks, kv_heads, stride, block_size), dtype=torch.float16)
-    keys[..., :head_dim] = torch.randn((num_blocks, kv_heads, block_size, head_dim))
-    values[:, :, :head_dim] = torch.randn((num_blocks, kv_heads, head_dim, block_size))
-    qkv = torch.randn((batch.num_rows, (heads + 2 * kv_heads) * head_dim))
-    weights = torch.rand((2, head_dim)) + 0.5
-    frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
-    q16 = torch.empty((batch.num_rows, heads, stride), dtype=torch.float16)
-    out = torch.full((batch.num_rows, heads * head_dim), torch.nan, dtype=torch.float16)
-    rows = Rows.of(batch, kernels.device)
-    group, scale = heads // kv_heads, 1 / math.sqrt(head_dim)
-    assert rows.slots is not None
-    rope = RopeArgs(
-        qkv=qkv.data_ptr(), positions=rows.positions.data_ptr(), slots=rows.slots.data_ptr(),
-        block_tables=rows.block_tables.data_ptr(), table_stride=rows.block_tables.shape[1],
-        inverse_frequencies=frequencies.data_ptr(), q_norm=weights[0].data_ptr() if norms else None,
-        k_norm=weights[1].data_ptr() if norms else None, q=q16.data_ptr(), keys=keys.data_ptr(),
-        values=values.data_ptr(), qkv_stride=qkv.shape[1], num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=head_dim, head_stride=stride, rope_dim=head_dim, neox=neox, magnitude=1.0, scale=scale,
-        norm_eps=1e-6, block_shift=shift,
-    )  # fmt: skip
-    args = AttentionArgs(
-        q=q16.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), positions=rows.positions.data_ptr(),
-        block_tables=rows.block_tables.data_ptr(), out=out.data_ptr(), partial=forward._partial.data_ptr(),
-        arrived=forward._arrived.data_ptr(), table_stride=rows.block_tables.shape[1], num_heads=heads,
-        num_kv_heads=kv_heads, group=group, group_shift=(group - 1).bit_length(), head_dim=head_dim,
-        out_stride=heads * head_dim, block_shift=shift, window=window or 0, softcap=softcap or 0.0,
-    )  # fmt: skip
-    forward._prefill_attention(args, rope, rows)
-    forward._decode_attention(args, rope, rows)
+    check_attention(forward, AttentionCase(*shape, sequences=sequences, cached_tokens=2048))
     assert not forward._arrived.any()
-
-    q, k_new, v_new = qkv.double().split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
-    q, k_new, v_new = (x.unflatten(1, (-1, head_dim)) for x in (q, k_new, v_new))
-    if norms:
-        q, k_new = (
-            x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-            for x, weight in ((q, weights[0]), (k_new, weights[1]))
-        )
-    q, k_new = (turn(x, rows.positions, frequencies, neox) for x in (q, k_new))
-    for sequence, table in zip(batch.sequences, tables, strict=True):
-        here = slice(sequence.row_start, sequence.row_start + sequence.num_rows)
-        start, length = sequence.start_position, sequence.context_length
-        index = torch.from_numpy(table.astype(np.int64))
-        k = keys[index].transpose(1, 2).reshape(-1, kv_heads, stride)[:length, :, :head_dim].double()
-        v = values[index].permute(0, 3, 1, 2).reshape(-1, kv_heads, stride)[:length, :, :head_dim].double()
-        assert relative(k[start:], k_new[here]) < 5e-4, sequence
-        assert relative(v[start:], v_new[here]) < 5e-4, sequence
-        want = attend(q[here] * scale, k, v, start, window, softcap)
-        assert relative(out[here].view(-1, heads, head_dim), want) < 1e-3, sequence
 
 
 def test_no_kernel_of_the_other_family_was_asked_for(kernels: HostKernels) -> None:

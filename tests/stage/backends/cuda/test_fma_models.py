@@ -3,7 +3,6 @@ logits."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,7 @@ from stage.backends.cuda.kv_cache import CudaKvCache
 from stage.model.registry import build_spec
 from stage.model.spec import tensor_refs
 from stage.weights.loader import raw_tensors
-from stage.weights.quants import RawTensor
-from tests.stage.backends.cuda.host_kernels import HostKernels, compile_on_host
+from tests.stage.backends.cuda.host_kernels import HostKernels, HostUploader, model_kernels
 from tests.stage.backends.cuda.test_models_gpu import files, kl
 
 MODELS = [
@@ -34,32 +32,9 @@ MODELS = [
 DEVICE = torch.device("cpu")
 
 
-class HostUploader:
-    """In place of pinned memory and streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def bytes(self, raw: RawTensor) -> torch.Tensor:
-        return torch.from_numpy(np.array(raw.data))
-
-
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to run the device code on the host with")
-    names = {f"fma_attention_prefill<{head}>": "AttentionArgs" for head in (32, 64)}
-    names |= {f"fma_attention_decode<{head}>": "AttentionArgs, RopeArgs" for head in (32, 64)}
-    names |= {"rope": "RopeArgs", "router": "RouterArgs", "combine": "CombineArgs"}
-    names |= {"rms_norm": "NormArgs", "rms_operand": "OperandArgs", "gated<float>": "GatedArgs"}
-    for name in ("F16", "Q8_0", "Q4_0"):
-        names[f"embed<{name}>"] = "EmbedArgs"
-        for rows in (1, 8, 16):
-            for epilogue in ("STORE", "RESIDUAL", "GATED"):
-                names[f"fma_linear<{name}, {name}, {rows}, {epilogue}, 8>"] = "LinearArgs"
-    sources = ("fma_linear.cu", "fma_attention.cu", "rope.cu", "norm.cu", "experts.cu", "dequantize.cu")
-    return HostKernels(compile_on_host(compiler, tmp_path_factory.mktemp("host"), sources, names))
+    return model_kernels(tmp_path_factory.mktemp("host"))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,6 +4,7 @@ poisoned."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ IDS = np.random.default_rng(1).integers(0, SHAPE.vocab_size, 300).tolist()
 BLOCKS = np.arange(30, dtype=np.int32)[::-1].copy()
 
 
-@pytest.fixture(scope="module", params=["q4_k_m", "q8_0", "f16"])
+@pytest.fixture(scope="module", params=["q4_k_m", "q8_0", "f16", "bf16", "f32"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / f"{request.param}.gguf"
     write(path, SHAPE, request.param)
@@ -199,6 +200,48 @@ def test_steps_of_one_and_of_many_rows_share_their_sequences(path: Path, load: C
         assert float((p.exp() * (p - q)).sum(-1).mean()) < 1e-4
 
 
+SE, HE = Place.STREAMED_EXPERTS, Place.HOST_EXPERTS
+
+
+@pytest.fixture(scope="module", params=["q4_k_m", "bf16"])
+def experts_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / f"experts-{request.param}.gguf"
+    write(path, replace(SHAPE, ffn_size=256, experts=(8, 2)), request.param)
+    return path
+
+
+@pytest.mark.parametrize("places", [(SE,) * 9, (SE, R, SE, S, R, SE, R, R, SE), (S,) * 9])
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_streamed_experts_give_the_resident_ones_bits(
+    experts_path: Path, load: Callable[..., Model], places: tuple[Place, ...], disturbed: bool
+) -> None:
+    want = results(load(experts_path, (R,) * 9))
+    model = load(experts_path, places)
+    if disturbed:
+        race_check.disturb(model.backend)
+    for a, b in zip(want, results(model), strict=True):
+        assert torch.equal(a.cpu(), b.cpu())
+
+
+@pytest.mark.parametrize("places", [(HE,) * 9, (R, HE, SE, H, HE, S, R, HE, SE)])
+def test_experts_on_the_host_agree_nearly(
+    experts_path: Path, load: Callable[..., Model], places: tuple[Place, ...]
+) -> None:
+    want, got = load(experts_path, (R,) * 9), load(experts_path, places, batch_places=keep_hosts(places, 1))
+    divergences = []
+    for start, end in ((0, 100), *((100 + i, 101 + i) for i in range(8)), (108, 200)):
+        p, q = (model.forward(start, IDS[start:end]).double().log_softmax(-1) for model in (want, got))
+        divergences += (p.exp() * (p - q)).sum(-1).tolist()
+    divergences.sort()
+    assert np.mean(divergences[:-4]) < 1e-4  # where two experts all but tie, another one may be taken
+    first = got.decode(200, IDS[200], 20)
+    assert first == got.decode(200, IDS[200], 20)
+    eager = [int(got.forward(200, [IDS[200]]).argmax())]
+    for i in range(19):
+        eager.append(int(got.forward(201 + i, [eager[-1]]).argmax()))
+    assert first == eager
+
+
 # --- races --------------------------------------------------------------------------------------------------
 
 
@@ -243,7 +286,11 @@ def test_without_any_one_event_the_race_is_seen(
 # --- the kernel ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ggml_type", [GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q5_0, GGMLType.Q3_K], ids=str)
+@pytest.mark.parametrize(
+    "ggml_type",
+    [GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q5_0, GGMLType.Q3_K, GGMLType.BF16, GGMLType.F32],
+    ids=lambda one: one.name,
+)
 def test_repacking_on_the_gpu(ggml_type: GGMLType) -> None:
     from stage.backends.cuda.launch import Kernels
     from stage.backends.cuda.repack import pack
@@ -251,8 +298,11 @@ def test_repacking_on_the_gpu(ggml_type: GGMLType) -> None:
 
     device = torch.device("cuda", 0)
     raw = random_raw(ggml_type, 1000, 2560, 0)
-    want = pack(torch.from_numpy(raw.data.copy()), ggml_type, 2560).tiles
-    recipe = MatrixRecipe(ggml_type, (Source(0, 1000, 0),), False, raw.data.shape[1], 2560, 1, 0)
+    packed = pack(torch.from_numpy(raw.data.copy()), ggml_type, 2560)
+    want, row_bytes = packed.tiles, raw.data.shape[1]
+    recipe = MatrixRecipe(
+        ggml_type, (Source(0, 1000, 0),), False, row_bytes, 2560, 1, 0, factor=1 / packed.inverse
+    )
     blob = torch.from_numpy(raw.data.copy()).to(device)
     slot = torch.zeros(want.numel(), dtype=torch.uint8, device=device)
     Repacker(Kernels(device)).run(recipe, blob.data_ptr(), slot.data_ptr())
