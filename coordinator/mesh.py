@@ -313,11 +313,18 @@ class Mesh:
         self, members: list[Member], entry: CatalogEntry, context_length: int, report: Report
     ) -> Served:
         with await asyncio.to_thread(GGUFFile.open, entry.path) as file:
-            text = await asyncio.to_thread(ModelText, entry.name, file)
             info, fingerprint = model_info(entry, file), file.fingerprint
+            reading = asyncio.create_task(asyncio.to_thread(ModelText, entry.name, file))
+            try:
+                if len(members) > 1:  # whose times decide the plan: reading may be on a core of theirs
+                    await asyncio.shield(reading)
+                report(loading.load_progress("measure"))
+                profiles = await self._measure(members, entry, fingerprint, context_length)
+                text = await asyncio.shield(reading)
+            except BaseException:
+                await _dropped(reading)
+                raise
         try:
-            report(loading.load_progress("measure"))
-            profiles = await self._measure(members, entry, fingerprint, context_length)
             made = make_plan(members, profiles, context_length, self.config)
             by_id = {member.stage_id: member for member in members}
             ring = [by_id[window.stage_id] for window in made.windows]
@@ -359,3 +366,10 @@ class Mesh:
         task = asyncio.create_task(closing)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+async def _dropped(reading: asyncio.Task[ModelText]) -> None:
+    """Closes what was read for a load that failed, once it is read: the thread has the file open."""
+    await asyncio.wait([reading])
+    if reading.exception() is None:
+        reading.result().close()

@@ -34,9 +34,7 @@ class ModelText:
         if not Tokenizer.present(metadata):
             return
         self.tokenizer = tokenizer = Tokenizer.from_metadata(metadata, str(file.paths[0]))
-        self._longest_piece = max(
-            len(tokenizer.token_bytes(token_id, special=True)) for token_id in range(tokenizer.vocab_size)
-        )
+        self._max_token_bytes = tokenizer.max_token_bytes()
         source = metadata.get("tokenizer.chat_template")
         if source is not None:
             self.template = ChatTemplate(
@@ -77,9 +75,9 @@ class ModelText:
         if not request.text:
             return []  # BOS alone, which some models would begin with, is no prompt
         num_bytes = len(request.text.encode())
-        if num_bytes > context_length * self._longest_piece:
+        if num_bytes > context_length * self._max_token_bytes:
             # Plain before it is cut into tokens, which could take long.
-            size = f"{num_bytes} bytes (a token has at most {self._longest_piece})"
+            size = f"{num_bytes} bytes (a token has at most {self._max_token_bytes})"
             raise prompt_too_long(size, context_length)
         return tokenizer.encode(
             request.text, add_special=not request.no_special, parse_special=request.parse_special

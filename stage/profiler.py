@@ -22,7 +22,7 @@ from stage.weights.loader import raw_tensors
 
 _CONTEXT = 64
 _KV_BLOCK_SIZE = 16
-_MIN_RUNS, _MAX_RUNS, _MAX_S = 5, 25, 0.5
+_MIN_RUNS, _MAX_RUNS, _MAX_S = 5, 11, 0.5
 # Read between two runs, so that weights come from memory as they do when a whole model goes by.
 _EVICT_BYTES = 128 << 20
 

@@ -49,6 +49,17 @@ class Detokenizer:
             return _from_byte_piece(piece)
         return _literal(piece.replace(SPACE, " "))
 
+    def max_token_bytes(self) -> int:
+        """The most bytes that `token_bytes` gives for a token, special ones spelt out."""
+        # No token stands for more bytes than its piece has in the vocabulary: the longest pieces will do.
+        sizes = [len(_literal(piece)) for piece in self._vocabulary.pieces]
+        most = 0
+        for token_id in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+            if sizes[token_id] <= most:
+                break
+            most = max(most, len(self.token_bytes(token_id, special=True)))
+        return most
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids`, taken as a whole text: the space that encoding put first is taken away."""
         stream = StreamDecoder(self, skip_special=skip_special)

@@ -100,6 +100,10 @@ class Tokenizer:
         """The bytes a token stands for in text; those of a special token only with `special`."""
         return self._detokenizer.token_bytes(token_id, special=special)
 
+    def max_token_bytes(self) -> int:
+        """The most bytes that `token_bytes` gives for a token, special ones spelt out."""
+        return self._detokenizer.max_token_bytes()
+
     def stream_decoder(self, *, skip_special: bool = True, after: int | None = None) -> StreamDecoder:
         """A decoder for tokens that come one by one, after the token `after` (None: at a text's beginning).
 

@@ -51,6 +51,15 @@ def test_special_tokens_are_parsed_only_when_asked(tokenizers: dict[str, Tokeniz
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("added", ["x", "▁" * 9, "é" * 7, "<0x41>" * 4])
+def test_the_most_bytes_of_a_token(kind: str, added: str) -> None:
+    metadata = bpe_metadata(user_defined=[added]) if kind == "bpe" else sentencepiece_metadata((added,))
+    tokenizer = Tokenizer.from_metadata(metadata, "model.gguf")
+    every = (tokenizer.token_bytes(i, special=True) for i in range(tokenizer.vocab_size))
+    assert tokenizer.max_token_bytes() == max(map(len, every))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_bos_in_the_text_is_not_doubled(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     assert tokenizer.bos_id is not None
