@@ -23,8 +23,9 @@ from stage.weights.loader import raw_tensors
 _CONTEXT = 64
 _KV_BLOCK_SIZE = 16
 _MIN_RUNS, _MAX_RUNS, _MAX_S = 5, 11, 0.5
-# Read between two runs, so that weights come from memory as they do when a whole model goes by.
-_EVICT_BYTES = 128 << 20
+# Read between two runs, so that weights come from memory, as they do when a whole model goes by: more than
+# most caches hold, and little enough that a load does not wait for it.
+_EVICT_BYTES = 64 << 20
 
 
 def measure(backend: Backend, file: GGUFFile, spec: ModelSpec) -> stage_pb2.ProfileResponse:
