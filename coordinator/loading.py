@@ -75,6 +75,7 @@ def make_plan(
         )
         for member, profile in zip(members, profiles, strict=True)
     ]
+    costs = _equal_where_shared(costs)
     model = ModelCosts(num_layers=profiles[0].num_layers, context_length=profiles[0].context_length)
     settings = PlanSettings(context_length, config.kv_block_size, config.max_sequences)
     try:
@@ -88,6 +89,22 @@ def make_plan(
             raise
         context = context_length or AUTO_CONTEXT_FLOORS[0]
         return plan(model, larger, PlanSettings(context, config.kv_block_size, max_sequences=1))
+
+
+def _equal_where_shared(costs: Sequence[StageCosts]) -> list[StageCosts]:
+    """Stages that share a memory share what computes there (a GPU, a host's cores): where their times differ,
+    others were busy meanwhile, and the best of each kind counts for all of them."""
+
+    def equal(one: StageCosts) -> StageCosts:
+        same = [each for each in costs if each.memory_pool == one.memory_pool]
+        return replace(
+            one,
+            layer_decode_s=min(each.layer_decode_s for each in same),
+            embedding_s=min(each.embedding_s for each in same),
+            head_s=min(each.head_s for each in same),
+        )
+
+    return [equal(one) for one in costs]
 
 
 @asynccontextmanager

@@ -51,3 +51,16 @@ def test_what_does_not_fit_even_then_is_refused() -> None:
     for offload in (0, 600 * MB):
         with pytest.raises(OutOfCapacityError):
             make_plan(members(1), [profile(500 * MB, offload)], 0, CoordinatorConfig())
+
+
+def test_stages_that_share_cores_count_as_equally_fast() -> None:
+    slow = profile(5000 * MB, 0)
+    slow.layer_decode_s = 9e-3  # measured while others were busy
+    for shared in (True, False):
+        stages = members(2)
+        if shared:
+            for stage in stages:
+                stage.device.uuid = ""
+        made = make_plan(stages, [profile(5000 * MB, 0), slow], 0, CoordinatorConfig())
+        layers = [window.layer_end - window.layer_start for window in made.windows]
+        assert layers == ([5, 5] if shared else [10])
